@@ -1,0 +1,112 @@
+"""Every option of the engine, with vLLM's names where vLLM has the thing, checked before anything is built.
+
+No torch here: dtypes and devices are names until `engine.build` turns them into objects.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ostinato.errors import ConfigError
+from ostinato.graphs.mode import CUDAGraphMode
+
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """`model`: a Hugging Face folder, a `.gguf` file, or "smollm2" (the packaged SmolLM2-135M-Instruct).
+
+    device                   "cpu", "cuda", "cuda:1"; None takes CUDA where it is.
+    dtype                    of weights, activations and KV. "auto": float32 on the CPU; on CUDA the checkpoint's 16-bit type,
+                             else bfloat16.
+    max_model_len            tokens of prompt and output together; None takes the model's.
+    max_num_seqs             requests that run at once; the ladder of recorded decode batches ends here.
+    max_num_batched_tokens   tokens of one step over all requests; longer prompts run in chunks.
+    num_gpu_blocks_override  KV blocks; None fills the memory budget.
+    gpu_memory_utilization   share of the device that weights, activations, graphs and KV may take together.
+    cudagraph_mode           NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+    cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for mixed ones.
+    enforce_eager            no graphs and no compile.
+    max_in_flight            steps launched before one is collected; None: 2 on CUDA, 1 on the CPU.
+    compile                  torch.compile over the functions of a layer.
+    check, poison            compare the first `check` replays of every key with an eager run, bit for bit, with
+                             (poison) NaN in everything that a live row must not read.
+    """
+
+    model: str
+    device: str | None = None
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
+    num_gpu_blocks_override: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    cudagraph_mode: str = "FULL_AND_PIECEWISE"
+    cudagraph_capture_sizes: Sequence[int] | None = None
+    max_in_flight: int | None = None
+    compile: bool = False
+    seed: int = 0
+    check: int = 0
+    poison: bool = True
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, name: str, rule: str) -> None:
+            if not ok:
+                raise ConfigError(f"{name}={getattr(self, name)!r}: must be {rule}")
+
+        def whole(name: str) -> bool:
+            value = getattr(self, name)
+            return isinstance(value, int) and not isinstance(value, bool)
+
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            need(whole(name) and getattr(self, name) >= 1, name, "a whole number of at least 1")
+        for name in ("max_model_len", "num_gpu_blocks_override", "max_in_flight"):
+            need(getattr(self, name) is None or (whole(name) and getattr(self, name) >= 1), name, "None or at least 1")
+        need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        need(self.load_format in LOAD_FORMATS, "load_format", f"one of {', '.join(LOAD_FORMATS)}")
+        need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two")
+        need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2: a prompt and an output")
+        need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "above 0 and at most 1")
+        need(
+            self.max_num_batched_tokens >= self.max_num_seqs,
+            "max_num_batched_tokens",
+            f"at least max_num_seqs ({self.max_num_seqs}), or a full decode batch would not fit a step",
+        )
+        need(self.max_in_flight is None or self.max_in_flight <= 2, "max_in_flight", "1 or 2")
+        need(
+            self.num_gpu_blocks_override is None or self.num_gpu_blocks_override >= 2,
+            "num_gpu_blocks_override",
+            "at least 2, as block 0 is reserved",
+        )
+        need(whole("check") and self.check >= 0, "check", "at least 0")
+        if self.device is not None and self.device.split(":")[0] not in ("cpu", "cuda"):
+            raise ConfigError(f"device={self.device!r}: must be cpu, cuda or cuda:N")
+        CUDAGraphMode.parse(self.cudagraph_mode)
+
+    @property
+    def resolved_mode(self) -> CUDAGraphMode:
+        return CUDAGraphMode.NONE if self.enforce_eager else CUDAGraphMode.parse(self.cudagraph_mode)
+
+    @property
+    def compiles(self) -> bool:
+        return self.compile and not self.enforce_eager
+
+    @classmethod
+    def from_options(cls, model: str, options: dict[str, Any]) -> EngineConfig:
+        """Raises ConfigError that names the nearest option when one is unknown."""
+        known = [field.name for field in fields(cls)]
+        for name in options:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]!r}?" if near else f"the options are {', '.join(known)}"
+                raise ConfigError(f"unknown option {name!r}: {hint}")
+        return cls(model=model, **options)

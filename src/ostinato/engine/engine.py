@@ -1,0 +1,155 @@
+"""The step loop: plan, launch, collect, update. Up to `max_in_flight` steps run ahead of what has been collected."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ostinato.engine.output import Delta, OutputState
+from ostinato.errors import CapacityError, ConfigError
+from ostinato.request import MAX_STOP_IDS, FinishReason, Logprob, Request, SamplingParams
+from ostinato.runner.runner import InFlight, Runner
+from ostinato.scheduler import Scheduler
+from ostinato.scheduler.scheduler import TokenEvent
+from ostinato.step import StepPlan
+from ostinato.tokenizer.tokenizer import Tokenizer
+
+
+class Engine:
+    """Requests in, deltas out, one thread. `vocab_size` bounds the ids that a prompt may hold."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        runner: Runner,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        max_in_flight: int,
+        seed: int,
+    ) -> None:
+        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
+        self._max_in_flight, self._seed = max_in_flight, seed
+        self._in_flight: deque[InFlight] = deque()
+        self._outputs: dict[str, OutputState] = {}
+        self._num_requests = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0
+    ) -> OutputState:
+        """Queues a request. Raises ConfigError or CapacityError, with the numbers, for one that can never be served."""
+        if request_id in self._outputs:
+            raise ConfigError(f"request id {request_id!r} is already running")
+        self._check_prompt(prompt_token_ids)
+        self._check_params(params)
+        eos = frozenset() if params.ignore_eos else self.eos_token_ids
+        number = self._num_requests
+        request = Request(
+            request_id=request_id,
+            prompt_token_ids=tuple(prompt_token_ids),
+            params=params,
+            stop_token_ids=eos | frozenset(params.stop_token_ids or ()),
+            seed=_mix(self._seed, number) if params.seed is None else params.seed,
+            priority=priority,
+            arrival=number,
+        )
+        output = OutputState(request, self.tokenizer)
+        self.scheduler.add(request)
+        self._num_requests += 1
+        self._outputs[request_id] = output
+        return output
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request now; its steps in flight are discarded when collected. Unknown ids are ignored."""
+        if self._outputs.pop(request_id, None) is not None:
+            self.scheduler.abort(request_id)
+
+    def step(self) -> list[Delta]:
+        """Launches what may be launched, then collects the oldest step. Empty when that step gave nobody a token."""
+        while len(self._in_flight) < self._max_in_flight:
+            plan = self.scheduler.plan()
+            if plan is None:
+                break
+            self._in_flight.append(self._launch(plan))
+        if not self._in_flight:
+            if self.scheduler.has_unfinished:
+                raise CapacityError("requests are waiting, nothing runs and nothing can be planned: a defect, please report it")
+            return []
+        oldest = self._in_flight.popleft()
+        result = self.runner.collect(oldest)
+        for request_id, rows in (result.prompt_logprobs or {}).items():
+            if (output := self._outputs.get(request_id)) is not None:
+                output.add_prompt_logprobs(rows)
+        return [delta for event in self.scheduler.update(oldest.plan, result) if (delta := self._delta(event))]
+
+    def _launch(self, plan: StepPlan) -> InFlight:
+        """A step that cannot be launched fails its requests; the others go on once the caller has heard of it."""
+        try:
+            return self.runner.launch(plan)
+        except BaseException as error:
+            for request in self.scheduler.discard(plan, f"{type(error).__name__}: {error}"):
+                self._outputs.pop(request.request_id, None)
+            self.runner.recover()
+            raise
+
+    def drain(self) -> None:
+        """Collects every launched step and drops its tokens; used when closing."""
+        while self._in_flight:
+            oldest = self._in_flight.popleft()
+            self.scheduler.update(oldest.plan, self.runner.collect(oldest))
+
+    def _delta(self, event: TokenEvent) -> Delta | None:
+        request = event.request
+        output = self._outputs.get(request.request_id)
+        if output is None:
+            return None
+        is_stop = event.finished and request.finish_reason is FinishReason.STOP
+        text, matched = output.token(event.token_id, event.logprobs, is_stop=is_stop)
+        if matched is not None:
+            if not event.finished:
+                self.scheduler.finish(request.request_id, FinishReason.STOP, matched)
+            else:
+                request.finish_reason, request.stop_reason = FinishReason.STOP, matched
+        elif request.finished:
+            text += output.finish()
+        if request.finished:
+            del self._outputs[request.request_id]
+        tables: tuple[dict[int, Logprob], ...] = (output.logprobs[-1],) if event.logprobs is not None else ()
+        reason = request.finish_reason.value if request.finish_reason else None
+        delta = Delta(
+            request.request_id, (event.token_id,), text, request.finished, reason, request.stop_reason, tables
+        )
+        if output.pending is not None:
+            output.pending.append(delta)
+        return delta
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise ConfigError("the prompt is empty: it must have at least one token")
+        wrong = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < self.vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {self.vocab_size - 1})")
+
+    def _check_params(self, params: SamplingParams) -> None:
+        num_stops = len(self.eos_token_ids | set(params.stop_token_ids or ()))
+        if num_stops > MAX_STOP_IDS:
+            raise ConfigError(f"{num_stops} token ids would end the request: at most {MAX_STOP_IDS}, eos ids included")
+        ids = [*(params.logit_bias or {}), *(params.stop_token_ids or ())]
+        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+        if wrong is not None:
+            raise ConfigError(f"token id {wrong} in logit_bias or stop_token_ids is not in the vocabulary (0 to {self.vocab_size - 1})")
+        if params.stop_strings and (self.tokenizer is None or not params.detokenize):
+            raise ConfigError("stop strings need text: this model has no tokenizer, or detokenize is off")
+
+
+def _mix(seed: int, number: int) -> int:
+    """A 64-bit seed for request `number` (the finaliser of splitmix64: Steele, Lea, Flood, OOPSLA 2014)."""
+    z = (seed * 0x9E3779B97F4A7C15 + (number + 1) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+    return z ^ (z >> 31)

@@ -1,0 +1,116 @@
+"""CUDA graphs: one memory pool, one capture stream, any number of captures over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ostinato.errors import CaptureError
+from ostinato.graphs.statics import Statics
+
+__all__ = ["CudaBackend", "CudaGraph"]
+
+
+class CudaGraph:
+    """An instantiated `torch.cuda.CUDAGraph`; replays run on the current stream."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph, num_nodes: int) -> None:
+        self.num_nodes = num_nodes
+        self.raw = graph
+        # Launches it and does not wait. The bound method itself: a step is short enough to save a Python frame.
+        self.replay: Callable[[], None] = graph.replay if num_nodes else _nothing
+
+
+class CudaBackend:
+    """Captures on one stream of `device` into one pool. Whatever is captured in it shares the pool's memory."""
+
+    name = "cuda"
+    needs_warm_up = True
+
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        index = torch.device(device).index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        with torch.cuda.device(self.device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._context = ExitStack()
+        self._free_before = 0
+        self._retained = 0
+
+    def begin(self, statics: Statics) -> None:
+        if self._graph is not None:
+            raise CaptureError("a graph is being recorded already: end() or abort() it first")
+        torch.cuda.synchronize(self.device)
+        self._free_before = torch.cuda.mem_get_info(self.device)[0]
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # kept until its nodes are counted
+        self._context.enter_context(torch.cuda.device(self.device))
+        self._context.enter_context(torch.cuda.stream(self._stream))
+        try:
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        except BaseException:
+            self._context.close()
+            raise
+        self._graph = graph
+
+    def end(self) -> CudaGraph:
+        graph = self._graph
+        if graph is None:
+            raise CaptureError("no graph is being recorded: begin() one first")
+        graph.capture_end()  # where this raises, abort() cleans up
+        self._graph = None
+        self._context.close()
+        num_nodes = _count_nodes(graph)
+        if num_nodes:
+            graph.instantiate()
+        torch.cuda.synchronize(self.device)
+        # The driver's share (the executable graph) is part of it, so this asks the driver and not the allocator.
+        self._retained += max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0])
+        return CudaGraph(graph, num_nodes)
+
+    def abort(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is None:
+            return
+        # A failed capture cannot be ended without an error, but ending it is what frees the stream.
+        with suppress(RuntimeError):
+            graph.capture_end()
+        with suppress(RuntimeError):
+            graph.reset()
+        self._context.close()
+        torch.cuda.synchronize(self.device)
+
+    def memory(self) -> int:
+        """Bytes that left the device's free memory during captures: the pool's and the driver's."""
+        return self._retained
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    @contextmanager
+    def warm_up_context(self) -> Iterator[None]:
+        """The capture stream: cuBLAS keeps a workspace per stream, and it must exist before the capture."""
+        self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+
+    def is_capture_fault(self, error: BaseException) -> bool:
+        return isinstance(error, RuntimeError) and "captur" in str(error).lower()
+
+
+def _nothing() -> None:
+    """The replay of a graph without nodes."""
+
+
+def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
+    from cuda.bindings import runtime
+
+    raw: Any = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
+    status, _, _, count = (*runtime.cudaGraphGetNodes(raw), 0)[:4]
+    if int(status) != 0:
+        raise CaptureError(f"the nodes of a captured graph cannot be counted: {status}")
+    return int(count)

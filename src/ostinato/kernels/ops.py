@@ -1,0 +1,382 @@
+"""The ops of a step: their schemas, where each is implemented, and one thin typed wrapper each.
+
+Legend: T tokens of the step, R rows of the step (Tmax, Rmax: capacity of the step's buffers), S state rows (row S-1 is
+the scratch row of all padding), M most tokens per row, W block table width, B block size, N blocks, H query heads,
+G key/value heads, D head size, C hidden size, I intermediate size, V vocabulary. Integers are int32, and float tensors
+float32, bfloat16 or float16. A tensor marked `!` is written in place. Input tensors may be strided views as long as
+the last dimension is contiguous.
+
+`query_len` says how a step's tokens are split among its rows: above 0, every row has that many; 0, row r has those
+from `query_start[r]` to `query_start[r + 1]`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "SamplingState",
+    "add_rms_norm",
+    "advance",
+    "attention",
+    "kv_write",
+    "logprobs",
+    "prepare",
+    "rms_norm",
+    "rope",
+    "sample",
+    "scatter",
+    "silu_mul",
+]
+
+
+class SamplingState(NamedTuple):
+    """Sampling parameters of every state row, in the order in which the `sample` op takes them."""
+
+    temperature: Tensor  # [S] float32; 0 is greedy
+    top_p: Tensor  # [S] float32; 1 is off
+    min_p: Tensor  # [S] float32; 0 is off
+    repetition_penalty: Tensor  # [S] float32; 1 is off
+    presence_penalty: Tensor  # [S] float32
+    frequency_penalty: Tensor  # [S] float32
+    top_k: Tensor  # [S]; 0 is off
+    seed_lo: Tensor  # [S]; the key of the row's random stream
+    seed_hi: Tensor  # [S]
+    min_length: Tensor  # [S]; no stop id before num_tokens reaches it
+    num_tokens: Tensor  # [S]; known tokens, the counter of the row's random stream
+    stop_ids: Tensor  # [S, 64]; -1 pads
+    bias_ids: Tensor  # [S, 300]; -1 pads
+    bias_values: Tensor  # [S, 300] float32
+    output_counts: Tensor  # [S, V]; how often the row has produced each token
+    in_prompt: Tensor  # [S, V] bool
+    flags: Tensor  # [S]; see FLAG_* in reference_sampling
+
+
+class _Op(NamedTuple):
+    name: str
+    cpu: str
+    cuda: str
+    schema: str
+    meta: Callable[..., Tensor | None]
+
+
+def _no_output(*_: Any) -> None:
+    return None
+
+
+def _like_input(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _half_as_wide(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+
+
+_OPS: Final = (
+    _Op(
+        "prepare",
+        "reference",
+        "triton_step",
+        "(Tensor row_slot, Tensor query_start, Tensor num_computed, Tensor num_tokens, Tensor tokens, "
+        "Tensor block_table, int query_len, int num_rows, int block_size, Tensor(a!) token_ids, "
+        "Tensor(b!) positions, Tensor(c!) slot_mapping, Tensor(d!) seq_lens, Tensor(e!) logit_index) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "kv_write",
+        "reference_attention",
+        "triton_kv_write",
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "attention",
+        "reference_attention",
+        "triton_attention",
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
+        "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "rms_norm",
+        "reference",
+        "triton_elementwise",
+        "(Tensor x, Tensor weight, float eps) -> Tensor",
+        _like_input,
+    ),
+    _Op(
+        "add_rms_norm",
+        "reference",
+        "triton_elementwise",
+        "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
+        _like_input,
+    ),
+    _Op(
+        "rope",
+        "reference",
+        "triton_elementwise",
+        "(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, "
+        "float eps) -> ()",
+        _no_output,
+    ),
+    _Op("silu_mul", "reference", "triton_elementwise", "(Tensor gate_up) -> Tensor", _half_as_wide),
+    _Op("scatter", "reference", "triton_step", "(Tensor(a!) arena, Tensor patches, int count) -> ()", _no_output),
+    _Op(
+        "sample",
+        "reference_sampling",
+        "triton_sampling",
+        "(Tensor logits, Tensor row_slot, "
+        + ", ".join(f"Tensor {name}" for name in SamplingState._fields)
+        + ", Tensor(a!) adjusted, Tensor(b!) sampled) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "logprobs",
+        "reference_sampling",
+        "triton_logprobs",
+        "(Tensor logits, Tensor row_slot, Tensor num_logprobs, Tensor sampled, Tensor(a!) out_values, "
+        "Tensor(b!) out_ids) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "advance",
+        "reference",
+        "triton_step",
+        "(Tensor row_slot, Tensor query_start, Tensor sampled, int query_len, int num_rows, Tensor(a!) tokens, "
+        "Tensor(b!) num_tokens, Tensor(c!) num_computed, Tensor(d!) output_counts, Tensor(e!) step_count, "
+        "Tensor(f!) ring) -> ()",
+        _no_output,
+    ),
+)
+
+
+def _imported_at_first_call(module: str, name: str) -> Callable[..., Any]:
+    """A function that calls `ostinato.kernels.<module>.<name>`, so that a CPU process never needs Triton."""
+
+    @functools.cache
+    def load() -> Callable[..., Any]:
+        function: Callable[..., Any] = getattr(importlib.import_module(f"ostinato.kernels.{module}"), name)
+        return function
+
+    def call(*args: Any) -> Any:
+        return load()(*args)
+
+    return call
+
+
+def _register(library: torch.library.Library) -> torch.library.Library:
+    # `Library.impl` and not `torch.library.custom_op`: the latter wraps every call in several Python layers.
+    for op in _OPS:
+        cpu, cuda = _imported_at_first_call(op.cpu, op.name), _imported_at_first_call(op.cuda, op.name)
+        library.define(op.name + op.schema)  # type: ignore[no-untyped-call]
+        for key, function in (("CPU", cpu), ("CUDA", cuda), ("Meta", op.meta)):
+            library.impl(op.name, function, key)  # type: ignore[no-untyped-call]
+    return library
+
+
+_LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # type: ignore[no-untyped-call]
+# The registration lives as long as that object.
+
+_prepare: Final = torch.ops.ostinato.prepare.default
+_kv_write: Final = torch.ops.ostinato.kv_write.default
+_attention: Final = torch.ops.ostinato.attention.default
+_rms_norm: Final = torch.ops.ostinato.rms_norm.default
+_add_rms_norm: Final = torch.ops.ostinato.add_rms_norm.default
+_rope: Final = torch.ops.ostinato.rope.default
+_silu_mul: Final = torch.ops.ostinato.silu_mul.default
+_scatter: Final = torch.ops.ostinato.scatter.default
+_sample: Final = torch.ops.ostinato.sample.default
+_logprobs: Final = torch.ops.ostinato.logprobs.default
+_advance: Final = torch.ops.ostinato.advance.default
+
+
+def prepare(
+    row_slot: Tensor,
+    query_start: Tensor,
+    num_computed: Tensor,
+    num_tokens: Tensor,
+    tokens: Tensor,
+    block_table: Tensor,
+    query_len: int,
+    num_rows: int,
+    block_size: int,
+    token_ids: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    seq_lens: Tensor,
+    logit_index: Tensor,
+) -> None:
+    """Derives a step's inputs from the request state: the only writer of the last five arguments.
+
+    `row_slot [>=num_rows]`, `query_start [>=num_rows + 1]`, `num_computed [S]`, `num_tokens [S]`, `tokens [S, M]`,
+    `block_table [S, W]`; `token_ids! [Tmax]`, `positions! [Tmax]`, `slot_mapping! [Tmax]`, `seq_lens! [Rmax]`,
+    `logit_index! [Rmax]`, every entry of which is written. Token j of row r, in state row s, has position
+    `num_computed[s] + j`, that token of `tokens[s]`, and the cache slot which the table gives for the position;
+    `seq_lens[r]` is the length including the step's own tokens, `logit_index[r]` the step index of the row's last
+    token. Everything else is padding: id 0, position 0, slot -1 (no write), length 0, index 0. So are tokens whose
+    position has no place in `tokens` or `block_table`, and lengths stop there. `num_tokens` is not read yet.
+    """
+    _prepare(
+        row_slot,
+        query_start,
+        num_computed,
+        num_tokens,
+        tokens,
+        block_table,
+        query_len,
+        num_rows,
+        block_size,
+        token_ids,
+        positions,
+        slot_mapping,
+        seq_lens,
+        logit_index,
+    )
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Writes a step's keys and values into the paged cache.
+
+    `k [T, G, D]`, `v [T, G, D]`, `k_cache! [N, B, G, D]`, `v_cache! [N, B, G, D]` (strided views), `slot_mapping
+    [>=T]`: token t goes to block `slot // B`, place `slot % B`; a negative slot writes nothing.
+    """
+    _kv_write(k, v, k_cache, v_cache, slot_mapping)
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+) -> None:
+    """Causal attention of a step's queries over the paged cache, which already holds the step's own keys.
+
+    `q [T, H, D]`, `k_cache [N, B, G, D]`, `v_cache [N, B, G, D]`, `block_table [S, W]`, `row_slot [>=num_rows]`,
+    `query_start [>=num_rows + 1]`, `seq_lens [>=num_rows]`, `out! [T, H, D]`. Token j of a row with q tokens sees the
+    positions below `seq_len - q + j + 1`; padding gives zeros. Nothing outside a row's live positions is used, NaN
+    included. `num_splits` (uniform steps on CUDA only) is how many programs share one row's keys.
+    """
+    _attention(
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, query_len, num_rows, num_splits, out
+    )
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang and Sennrich 2019) of `x [T, C]` with `weight [C]`: a new `[T, C]`.
+
+    Rounded where Llama's reference implementation rounds: `weight * (x * rsqrt(mean(x^2) + eps)).to(dtype)`, the inner
+    part in float32.
+    """
+    out: Tensor = _rms_norm(x, weight, eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Adds `x [T, C]` to `residual! [T, C]` (rounded to their dtype) and returns `rms_norm(residual, weight, eps)`."""
+    out: Tensor = _add_rms_norm(x, residual, weight, eps)
+    return out
+
+
+def rope(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    """Rotary position embedding (Su et al. 2021) of queries and keys in place, optionally normalised first.
+
+    `q! [T, H, D]`, `k! [T, G, D]`, `positions [>=T]`, `cos_sin [P, rot]` float32, a row of which is `rot / 2` cosines
+    and then as many sines. Dimension i is paired with `i + rot / 2` (the halves of GPT-NeoX); those from `rot` on are
+    left alone. `q_weight [D]` and `k_weight [D]`, both or neither, ask for an RMSNorm over D before the rotation, as
+    in Qwen3. The rotation is computed in float32 and rounded once.
+    """
+    _rope(q, k, positions, cos_sin, q_weight, k_weight, eps)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """SwiGLU's product (Shazeer 2020): `silu(gate) * up` of `gate_up [T, 2 I]`, a new `[T, I]`; silu is rounded."""
+    out: Tensor = _silu_mul(gate_up)
+    return out
+
+
+def scatter(arena: Tensor, patches: Tensor, count: int) -> None:
+    """Writes the host's changes: `arena![patches[i, 0]] = patches[i, 1]` for i < count.
+
+    `arena! [A]` int32, `patches [>=count, 2]` int32. No offset may occur twice.
+    """
+    _scatter(arena, patches, count)
+
+
+def sample(logits: Tensor, row_slot: Tensor, state: SamplingState, adjusted: Tensor, sampled: Tensor) -> None:
+    """Chooses one token per row; the algorithm is spelled out in `reference_sampling`.
+
+    `logits [R, V]`, `row_slot [>=R]`, `adjusted! [>=R, V]` float32 (a workspace: logits after bias and penalties, of
+    the rows whose flags ask for them), `sampled! [Rmax]`: -1 for scratch rows and rows from R on. A row's draw
+    depends on its seed, its number of known tokens and its logits alone. Logits without any finite value give 0.
+    """
+    _sample(logits, row_slot, *state, adjusted, sampled)
+
+
+def logprobs(
+    logits: Tensor, row_slot: Tensor, num_logprobs: Tensor, sampled: Tensor, out_values: Tensor, out_ids: Tensor
+) -> None:
+    """Log-probabilities under the raw logits of the sampled token and the likeliest ones, for rows that want them.
+
+    `logits [R, V]`, `row_slot [>=R]`, `num_logprobs [S]` (-1: none; at most 20), `sampled [>=R]`, `out_values! [Rmax,
+    22]` float32, `out_ids! [Rmax, 22]`. Column 0 is the sampled token; column 1 of the ids its rank (from 1: one more
+    than the number of larger logits), of the values the log of the sum of exponentials; from column 2 on come the
+    likeliest tokens, lower id first among equals, then -1 and -inf. Other rows are not touched.
+    """
+    _logprobs(logits, row_slot, num_logprobs, sampled, out_values, out_ids)
+
+
+def advance(
+    row_slot: Tensor,
+    query_start: Tensor,
+    sampled: Tensor,
+    query_len: int,
+    num_rows: int,
+    tokens: Tensor,
+    num_tokens: Tensor,
+    num_computed: Tensor,
+    output_counts: Tensor,
+    step_count: Tensor,
+    ring: Tensor,
+) -> None:
+    """Moves the request state past the step and publishes what it sampled.
+
+    `row_slot [>=num_rows]`, `query_start [>=num_rows + 1]`, `sampled [Rmax]`, `tokens! [S, M]`, `num_tokens! [S]`,
+    `num_computed! [S]`, `output_counts! [S, V]`, `step_count! [1]`, `ring! [K, Rmax]` (on CUDA it may be pinned host
+    memory). Each live row has computed its tokens; if none that is known is left and M allows one more, the sampled
+    token is appended, counted, and written to `ring[step_count % K, r]`. Every other entry of that ring row is -1.
+    """
+    _advance(
+        row_slot,
+        query_start,
+        sampled,
+        query_len,
+        num_rows,
+        tokens,
+        num_tokens,
+        num_computed,
+        output_counts,
+        step_count,
+        ring,
+    )

@@ -1,0 +1,33 @@
+"""The CUDA implementation of the `attention` op: the decode kernel for uniform batches, the ragged one otherwise."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ostinato.kernels.triton_attention_decode import decode_attention
+from ostinato.kernels.triton_attention_prefill import prefill_attention
+
+__all__ = ["attention"]
+
+
+def attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+) -> None:
+    """As `reference_attention.attention`. The grid follows from the arguments' shapes and the ints alone."""
+    if query_len > 0:
+        decode_attention(
+            q, k_cache, v_cache, block_table, row_slot, seq_lens, scale, query_len, num_rows, num_splits, out
+        )
+    else:
+        prefill_attention(q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)

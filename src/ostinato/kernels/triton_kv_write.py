@@ -1,0 +1,63 @@
+"""The CUDA implementation of the `kv_write` op: one program stores one token's key and value."""
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["kv_write", "kv_write_kernel"]
+
+
+@triton.jit
+def kv_write_kernel(
+    k,
+    v,
+    k_cache,
+    v_cache,
+    slot_mapping,
+    k_stride_token,
+    k_stride_head,
+    v_stride_token,
+    v_stride_head,
+    k_cache_stride_block,
+    k_cache_stride_cell,
+    k_cache_stride_head,
+    v_cache_stride_block,
+    v_cache_stride_cell,
+    v_cache_stride_head,
+    NUM_HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Grid (T,). A negative slot stores nothing."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        heads = tl.arange(0, HEADS_PAD)[:, None]
+        dims = tl.arange(0, HEAD_PAD)[None, :]
+        filled = (heads < NUM_HEADS) & (dims < HEAD_SIZE)
+        block, cell = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+        keys = tl.load(k + token * k_stride_token + heads * k_stride_head + dims, mask=filled)
+        values = tl.load(v + token * v_stride_token + heads * v_stride_head + dims, mask=filled)
+        k_cell = k_cache + block * k_cache_stride_block + cell * k_cache_stride_cell
+        v_cell = v_cache + block * v_cache_stride_block + cell * v_cache_stride_cell
+        tl.store(k_cell + heads * k_cache_stride_head + dims, keys.to(k_cache.dtype.element_ty), mask=filled)
+        tl.store(v_cell + heads * v_cache_stride_head + dims, values.to(v_cache.dtype.element_ty), mask=filled)
+
+
+def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """As `reference_attention.kv_write`, for tensors whose last dimensions are contiguous."""
+    num_tokens, num_heads, head_size = k.shape
+    kv_write_kernel[(num_tokens,)](
+        k, v, k_cache, v_cache, slot_mapping,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
+        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+        NUM_HEADS=num_heads, HEADS_PAD=triton.next_power_of_2(num_heads),
+        HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=k_cache.shape[1],
+        num_warps=4 if num_heads * head_size > 256 else 1,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Carries plans out: fixed buffers, device-resident request state, recordings, launch and collect."""

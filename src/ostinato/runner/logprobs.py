@@ -1,0 +1,82 @@
+"""Log-probabilities on their way to the host. Rows that ask for none cost nothing here.
+
+V vocabulary, K alternatives asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ostinato.models.decoder import Decoder
+from ostinato.runner.inputs import StepBuffers
+from ostinato.step import TokenLogprobs
+
+_CHUNK_ROWS = 64  # prompt positions whose [V] float32 logits exist at once
+
+
+@dataclass(frozen=True, slots=True)
+class StepLogprobs:
+    """Host copies of the step's tables, complete once the step's event has passed."""
+
+    values: torch.Tensor  # [R, 22] float32
+    ids: torch.Tensor  # [R, 22] int32
+
+    def rows(self, wanted: Sequence[int], tokens: Sequence[int]) -> tuple[TokenLogprobs | None, ...]:
+        """One entry a row; None for rows that asked for none or did not sample."""
+        values, ids = self.values.tolist(), self.ids.tolist()
+        return tuple(
+            TokenLogprobs(token, values[r][0], ids[r][1], tuple(ids[r][2 : 2 + k]), tuple(values[r][2 : 2 + k]))
+            if k >= 0 and token >= 0
+            else None
+            for r, (k, token) in enumerate(zip(wanted, tokens, strict=True))
+        )
+
+
+def fetch(buffers: StepBuffers, num_rows: int) -> StepLogprobs:
+    """Starts the copies behind the step; does not wait."""
+    return StepLogprobs(_to_host(buffers.logprob_values[:num_rows]), _to_host(buffers.logprob_ids[:num_rows]))
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of a piece of a prompt, one entry per predicted token; device tensors until read."""
+
+    target_ids: tuple[int, ...]
+    chosen: torch.Tensor  # [n] float32
+    ranks: torch.Tensor  # [n] int64
+    top_values: torch.Tensor  # [n, K] float32
+    top_ids: torch.Tensor  # [n, K] int64
+
+    def rows(self) -> tuple[TokenLogprobs, ...]:
+        chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
+        values, ids = self.top_values.tolist(), self.top_ids.tolist()
+        return tuple(
+            TokenLogprobs(token, chosen[i], ranks[i], tuple(ids[i]), tuple(values[i]))
+            for i, token in enumerate(self.target_ids)
+        )
+
+
+def prompt_logprobs(model: Decoder, hidden: torch.Tensor, target_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+    """`hidden` [n, hidden] are the normed states that predict `target_ids`. Runs eagerly, behind the step."""
+    pieces: list[tuple[torch.Tensor, ...]] = []
+    targets = torch.tensor(target_ids, dtype=torch.int64, device=hidden.device)
+    for begin in range(0, len(target_ids), _CHUNK_ROWS):
+        rows, wanted = hidden[begin : begin + _CHUNK_ROWS], targets[begin : begin + _CHUNK_ROWS, None]
+        raw = torch.mm(rows, model.weights.head.t()).float()
+        table = torch.log_softmax(raw, dim=-1)
+        chosen = table.gather(1, wanted)
+        ranks = (table > chosen).sum(dim=-1) + 1
+        top = table.topk(num_top, dim=-1)
+        pieces.append((chosen[:, 0], ranks, top.values, top.indices))
+    joined = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
+    return PromptLogprobs(tuple(target_ids), *joined)

@@ -1,0 +1,335 @@
+"""Carries out one plan at a time: stage the differences, replay (or call) the step, hand the tokens back later.
+
+`launch` never waits for the GPU. `collect` waits for one step's event and reads its tokens from host memory that the
+step itself wrote. The step is one function, `_step`: what is recorded, what runs eagerly and what checks a replay are
+all calls of it, and differ only in the `cut` they pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+
+from ostinato.errors import StaleGraphError
+from ostinato.graphs.backends import GraphBackend
+from ostinato.graphs.capture import record_all
+from ostinato.graphs.dispatch import BatchKey, BatchShape, Decision, Dispatcher, StepCounters
+from ostinato.graphs.mode import RuntimeMode
+from ostinato.graphs.recorder import Cut, Recorder, no_cut
+from ostinato.graphs.statics import Statics
+from ostinato.graphs.store import GraphStore
+from ostinato.kernels import ops
+from ostinato.kernels.splits import choose_num_splits
+from ostinato.kv.storage import KVStorage
+from ostinato.models.decoder import AttentionArgs, Decoder
+from ostinato.models.weights import DecoderWeights
+from ostinato.runner import logprobs
+from ostinato.runner.checker import StepChecker
+from ostinato.runner.inputs import StepBuffers
+from ostinato.runner.state import Patches, RequestState
+from ostinato.step import Admission, StepPlan, StepResult
+
+CUTS: dict[RuntimeMode, frozenset[str]] = {
+    RuntimeMode.FULL: frozenset(),
+    RuntimeMode.PIECEWISE: frozenset({"attention", "head"}),
+}
+
+_UNWRITTEN = -2
+"""What the host leaves in a row of the output ring that it has read: a step that then fails to write it is noticed."""
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A launched step whose tokens have not been read."""
+
+    plan: StepPlan
+    decision: Decision
+    ring_row: int
+    event: torch.cuda.Event | None
+    wanted: tuple[int, ...]  # alternatives asked for, by row; -1 for none; empty when no row asks
+    fetched: logprobs.StepLogprobs | None
+    prompt_logprobs: dict[str, logprobs.PromptLogprobs]
+
+
+class Runner:
+    """Owns the recordings and the order of launches. One thread."""
+
+    def __init__(
+        self,
+        *,
+        model: Decoder,
+        storage: KVStorage,
+        state: RequestState,
+        buffers: StepBuffers,
+        backend: GraphBackend,
+        dispatcher: Dispatcher,
+        block_size: int,
+        max_in_flight: int,
+    ) -> None:
+        self.model, self.storage, self.state, self.buffers = model, storage, state, buffers
+        self.backend, self.dispatcher = backend, dispatcher
+        self.counters = StepCounters()
+        self.statics = Statics()
+        self.store = GraphStore(self.statics)
+        self._block_size = block_size
+        self._cuda = state.arena.device.type == "cuda"
+        device = state.arena.device
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if self._cuda else 1
+        self._patches = Patches(state, capacity=1 << 15, depth=max_in_flight + 1)
+        # what the device holds now, to send only differences
+        self._row_slot = np.full(buffers.max_rows, state.layout.scratch, dtype=np.int32)
+        self._query_start = np.zeros(buffers.max_rows + 1, dtype=np.int32)
+        self._staged_rows: tuple[tuple[int, int], ...] = ()
+        self._wanted_logprobs = [-1] * state.layout.num_slots
+        self._any_logprobs = False
+        self._prompts: dict[int, Admission] = {}  # by state row: requests that want their prompt's log-probabilities
+        self._sampling = ops.SamplingState(
+            *(state.named_view(name) for name in ops.SamplingState._fields)
+        )
+        self._num_launched = 0
+        self._live_rows = 0
+        self._checker: StepChecker | None = None
+        for name, tensor in (*state.named(), *buffers.named()):
+            self.statics.add(name, lambda tensor=tensor: tensor)
+        for name, _ in model.weights.named():
+            self.statics.add(f"weights.{name}", _weight_getter(model.weights, name))
+        self.statics.add("rope.cos_sin", lambda: model.cos_sin)
+        self.statics.add("kv.pool", lambda: storage.pool)
+
+    # -- recording ---------------------------------------------------------------------------------------------------
+
+    def record(self, progress: Callable[[int, int], None] | None = None) -> None:
+        """Warms up and records every key that the dispatcher can pick, then seals the store."""
+        self._live_rows = 1
+        record_all(
+            self.store,
+            Recorder(self.backend, self.statics),
+            self.dispatcher.keys(),
+            step=self._step,
+            cuts=CUTS,
+            progress=progress,
+        )
+        self.reset_step_count()
+
+    def warm_up(self) -> None:
+        """One eager call of the largest ragged step, of padding only: loads kernels, shows the peak of activations."""
+        self._live_rows = self.buffers.max_rows
+        self._step(RuntimeMode.NONE, BatchKey(self.buffers.max_tokens, self.buffers.max_rows, None), no_cut)
+        self.reset_step_count()
+
+    def reset_step_count(self) -> None:
+        """Steps run outside `launch` advance the device's count too; `launch` needs both counts to agree."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        self.state["step_count"].zero_()
+        self.buffers.ring.fill_(_UNWRITTEN)
+        self._num_launched = 0
+
+    def recover(self) -> None:
+        """After a launch that failed half-way: the device's step count may have run ahead of `launch`'s."""
+        self._staged_rows = ()
+        self.state["step_count"].fill_(self._num_launched)
+
+    def enable_check(self, checker: StepChecker) -> None:
+        self._checker = checker
+
+    @property
+    def num_checked(self) -> int:
+        """Replays that were compared with an eager run, bit for bit."""
+        return self._checker.num_checked if self._checker is not None else 0
+
+    def close(self) -> None:
+        """Destroys the recordings as one set. Nothing may be in flight."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        self.store.clear()
+
+    # -- one step ----------------------------------------------------------------------------------------------------
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Stages the plan's differences and starts its step; does not wait for it."""
+        shape = BatchShape(plan.num_tokens, plan.num_rows, plan.query_len)
+        decision = self.dispatcher.pick(shape)
+        self.counters.record(decision, shape)
+        self._stage(plan)
+        if self._checker is not None:
+            self._checker.follow(plan)
+        self._live_rows = plan.num_rows
+        self._run(decision, plan)
+        wanted = tuple(self._wanted_logprobs[row.slot] for row in plan.rows) if self._any_logprobs else ()
+        fetched = logprobs.fetch(self.buffers, plan.num_rows) if any(count >= 0 for count in wanted) else None
+        prompt = self._prompt_logprobs(plan) if self._prompts else {}
+        event = None
+        if self._cuda:
+            event = torch.cuda.Event()
+            event.record()
+        ring_row = self._num_launched % self.buffers.ring_depth
+        self._num_launched += 1
+        return InFlight(plan, decision, ring_row, event, wanted, fetched, prompt)
+
+    def collect(self, step: InFlight) -> StepResult:
+        """Waits until the step is done; its tokens in the plan's row order."""
+        if step.event is not None:
+            step.event.synchronize()
+        ring = self.buffers.ring[step.ring_row]
+        tokens = tuple(ring[: step.plan.num_rows].tolist())
+        if _UNWRITTEN in tokens:
+            raise StaleGraphError(
+                f"step {step.plan.step_id} ({step.decision.mode.value}, {step.decision.key}) did not write its tokens"
+            )
+        ring.fill_(_UNWRITTEN)
+        rows = step.fetched.rows(step.wanted, tokens) if step.fetched is not None else ()
+        prompt = {name: part.rows() for name, part in step.prompt_logprobs.items()}
+        return StepResult(tokens, rows, prompt or None)
+
+    def _run(self, decision: Decision, plan: StepPlan) -> None:
+        mode, key = decision.mode, decision.key
+        if mode is RuntimeMode.NONE:
+            self._step(mode, key, no_cut)
+        elif self._checker is not None and self._checker.wants(decision):
+            self.statics.verify(self.store.get(mode, key).addresses)
+            self._checker.run(
+                decision,
+                plan,
+                replay=lambda: self.store.replay(mode, key),
+                eager=lambda: self._step(mode, key, no_cut),
+            )
+        else:
+            self.store.replay(mode, key)
+
+    def _step(self, mode: RuntimeMode, key: BatchKey, cut: Cut) -> None:
+        """The whole step: prepare, forward, logits, sample, advance. What a graph holds, and what it is checked against."""
+        state, buffers, query_len = self.state, self.buffers, key.query_len or 0
+        ops.prepare(
+            state["row_slot"],
+            state["query_start"],
+            state["num_computed"],
+            state["num_tokens"],
+            state["tokens"],
+            state["block_table"],
+            query_len,
+            key.num_rows,
+            self._block_size,
+            buffers.token_ids,
+            buffers.positions,
+            buffers.slot_mapping,
+            buffers.seq_lens,
+            buffers.logit_index,
+        )
+        self.model.forward(
+            buffers.token_ids[: key.num_tokens],
+            buffers.positions[: key.num_tokens],
+            self.storage.layers,
+            self._attention_args(key),
+            buffers.work,
+            cut,
+        )
+        if mode is RuntimeMode.PIECEWISE:
+            # Run between graphs, the head need not pad its rows: it takes the live ones, whatever the key's limit.
+            cut("head", lambda: self._head(self._live_rows, query_len))
+        else:
+            cut("head", lambda: self._head(key.num_rows, query_len))
+
+    def _head(self, num_rows: int, query_len: int) -> None:
+        state, buffers = self.state, self.buffers
+        hidden = buffers.work.hidden.index_select(0, buffers.logit_index[:num_rows])
+        logits = self.model.logits(hidden, buffers.logits[:num_rows])
+        row_slot = state["row_slot"][:num_rows]
+        ops.sample(logits, row_slot, self._sampling, buffers.adjusted, buffers.sampled)
+        ops.logprobs(
+            logits, row_slot, state["num_logprobs"], buffers.sampled, buffers.logprob_values, buffers.logprob_ids
+        )
+        ops.advance(
+            state["row_slot"],
+            state["query_start"],
+            buffers.sampled,
+            query_len,
+            num_rows,
+            state["tokens"],
+            state["num_tokens"],
+            state["num_computed"],
+            state.output_counts,
+            state["step_count"],
+            buffers.ring,
+        )
+
+    def _attention_args(self, key: BatchKey) -> AttentionArgs:
+        state, buffers, config = self.state, self.buffers, self.model.config
+        splits = choose_num_splits(key.num_rows, config.num_kv_heads, state.layout.table_width, self._num_sms)
+        return AttentionArgs(
+            block_table=state["block_table"],
+            row_slot=state["row_slot"],
+            query_start=state["query_start"],
+            seq_lens=buffers.seq_lens,
+            slot_mapping=buffers.slot_mapping,
+            num_rows=key.num_rows,
+            query_len=key.query_len or 0,
+            num_splits=splits if key.query_len else 1,
+        )
+
+    # -- the host's differences --------------------------------------------------------------------------------------
+
+    def _stage(self, plan: StepPlan) -> None:
+        """Everything that changed since the last step, in one patch list; nothing at all in steady decode."""
+        resets = [admission for admission in plan.admissions if self._admit(admission)]
+        for append in plan.appends:
+            self._patches.append(append)
+        self._stage_rows(plan)
+        self._patches.apply()
+        for admission in resets:
+            self.state.reset_penalties(admission)
+
+    def _admit(self, admission: Admission) -> bool:
+        params, slot = admission.params, admission.slot
+        self._wanted_logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self._any_logprobs = any(count >= 0 for count in self._wanted_logprobs)
+        self._prompts.pop(slot, None)
+        if params.prompt_logprobs is not None:
+            self._prompts[slot] = admission
+        return self._patches.admit(admission)
+
+    def _stage_rows(self, plan: StepPlan) -> None:
+        layout = tuple((row.slot, row.num_tokens) for row in plan.rows)
+        if layout == self._staged_rows:
+            return
+        self._staged_rows = layout
+        row_slot = np.full_like(self._row_slot, self.state.layout.scratch)
+        row_slot[: len(layout)] = [slot for slot, _ in layout]
+        query_start = np.full_like(self._query_start, plan.num_tokens)
+        query_start[0] = 0
+        query_start[1 : len(layout) + 1] = np.cumsum([count for _, count in layout])
+        for name, old, new in (
+            ("row_slot", self._row_slot, row_slot),
+            ("query_start", self._query_start, query_start),
+        ):
+            self._patches.put_changes(self.state.layout.at(name), old, new)
+        self._row_slot, self._query_start = row_slot, query_start
+
+    def _prompt_logprobs(self, plan: StepPlan) -> dict[str, logprobs.PromptLogprobs]:
+        found: dict[str, logprobs.PromptLogprobs] = {}
+        first = 0
+        for row in plan.rows:
+            admission = self._prompts.get(row.slot)
+            if admission is not None and admission.request_id == row.request_id:
+                # position p predicts token p + 1, which must still be a token of the prompt
+                count = min(row.num_tokens, admission.num_prompt_tokens - 1 - row.start)
+                if count > 0:
+                    targets = admission.token_ids[row.start + 1 : row.start + 1 + count]
+                    hidden = self.buffers.work.hidden[first : first + count]
+                    num_top = admission.params.prompt_logprobs or 0
+                    found[row.request_id] = logprobs.prompt_logprobs(self.model, hidden, targets, num_top)
+            first += row.num_tokens
+        return found
+
+
+def _weight_getter(weights: DecoderWeights, name: str) -> Callable[[], torch.Tensor]:
+    """Reads the parameter through its owner at every call, so that a rebound one is noticed."""
+    owner_name, _, field = name.rpartition(".")
+    if not owner_name:
+        return lambda: cast(torch.Tensor, getattr(weights, field))
+    layer = weights.layers[int(owner_name.split(".")[1])]
+    return lambda: cast(torch.Tensor, getattr(layer, field))

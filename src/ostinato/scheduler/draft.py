@@ -1,0 +1,69 @@
+"""A step while it is being planned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ostinato.request import Request
+from ostinato.step import Admission, RowPlan, StepPlan, TableAppend
+
+__all__ = ["Draft", "num_planned"]
+
+
+def num_planned(request: Request) -> int:
+    """The request's length once every sample in flight has arrived."""
+    return len(request.tokens) + request.num_in_flight
+
+
+@dataclass(slots=True)
+class Draft:
+    """Rows, admissions and appended blocks so far, and the `budget` of tokens that is left."""
+
+    budget: int
+    short: bool = False  # a better row waits for blocks: worse rows must not take them
+    _rows: list[tuple[RowPlan, Request]] = field(default_factory=list)
+    _admissions: list[Admission] = field(default_factory=list)
+    _appends: list[TableAppend] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def admit(self, request: Request, block_ids: Sequence[int]) -> None:
+        """The request takes its row: the device learns all that is known about it."""
+        assert request.slot is not None
+        self._admissions.append(
+            Admission(
+                request_id=request.request_id,
+                slot=request.slot,
+                token_ids=tuple(request.tokens),
+                num_prompt_tokens=request.num_prompt_tokens,
+                num_computed=request.num_computed,
+                block_ids=tuple(block_ids),
+                params=request.params,
+                stop_token_ids=request.stop_token_ids,
+                seed=request.seed,
+            )
+        )
+
+    def append(self, request: Request, column: int, block_ids: Sequence[int]) -> None:
+        """Blocks for the request's table, from `column` on."""
+        assert request.slot is not None
+        self._appends.append(TableAppend(request.slot, column, tuple(block_ids)))
+
+    def run(self, request: Request, num_tokens: int) -> None:
+        """Add the request's row, and count its tokens as computed and its sample as on its way."""
+        assert request.slot is not None
+        start = request.num_computed
+        samples = start + num_tokens == num_planned(request)
+        self._rows.append((RowPlan(request.request_id, request.slot, start, num_tokens, samples), request))
+        self.budget -= num_tokens
+        request.num_computed += num_tokens
+        request.num_in_flight += samples
+
+    def build(self, step_id: int) -> tuple[StepPlan, list[Request]]:
+        """The plan, its rows by slot so that a steady batch looks the same at every step, and each row's request."""
+        self._rows.sort(key=lambda row: row[0].slot)
+        rows = tuple(row for row, _ in self._rows)
+        plan = StepPlan(step_id, rows, tuple(self._admissions), tuple(self._appends))
+        return plan, [request for _, request in self._rows]

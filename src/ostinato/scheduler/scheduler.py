@@ -1,0 +1,322 @@
+"""Continuous batching: which requests run how many tokens in the next step. Ids and counts only.
+
+A step is planned from counts alone, so it can be planned while earlier steps still run: a row's next token need not be
+known to be scheduled. What is learned late (an eos, a stop string, an abort) costs the discarded tokens of steps that
+were already launched, and never a wait.
+
+The rules, in order:
+1. Running requests go first, best first: smaller priority value, then earlier arrival. Every decoding row keeps one
+   token of the budget, a prompt that is being prefilled takes a chunk of what is left.
+2. When KV blocks are short, the worst running request is preempted: it loses its row and its blocks and waits again, to
+   be recomputed from its tokens (through the prefix cache, if that still has them). Priority alone never preempts.
+3. Waiting requests are admitted in the same order, without overtaking, as long as a row is free and the blocks for all
+   their known tokens are, beside one block that each running row may grow into.
+4. Rows and blocks let go of are reused only after every step launched before has been collected (see `in_flight`).
+
+With no step in flight and a request unfinished, `plan` always makes progress: the best request fits alone (`add`
+refuses those that do not).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from dataclasses import dataclass
+
+from ostinato.errors import ConfigError, OstinatoError
+from ostinato.kv.manager import KVManager
+from ostinato.request import FinishReason, Request, RequestStatus
+from ostinato.scheduler.draft import Draft, num_planned
+from ostinato.scheduler.in_flight import InFlight
+from ostinato.scheduler.limits import Limits
+from ostinato.scheduler.queue import WaitingQueue, order
+from ostinato.scheduler.stop import check_stop, max_length
+from ostinato.step import StepPlan, StepResult, TokenLogprobs
+
+__all__ = ["Scheduler", "TokenEvent"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One new token of a request; the last one when `finished`."""
+
+    request: Request
+    token_id: int
+    logprobs: TokenLogprobs | None
+    finished: bool
+
+
+class Scheduler:
+    """Owns every request from `add` to its end. `plan` and `update` alternate freely, updates in the order of plans.
+
+    `num_blocks` counts the scratch block. `max_num_seqs` is the number of rows, `max_num_batched_tokens` the most
+    tokens of a step, `max_model_len` the most tokens of a sequence. Raises ConfigError for values that cannot work.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self._limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len)
+        self._kv = KVManager(num_blocks, block_size, enable_prefix_caching)
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []  # best first
+        self._requests: dict[str, Request] = {}
+        self._free_slots = list(range(max_num_seqs))  # a heap: the lowest goes first, which keeps batches dense
+        self._in_flight = InFlight()
+        self._num_added = 0
+        self._num_steps = 0
+        self._num_preemptions = 0
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether any request is waiting or running. Steps may still be in flight when none is."""
+        return bool(self._requests)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_steps_in_flight(self) -> int:
+        """Plans that were neither passed to `update` nor to `discard`."""
+        return len(self._in_flight)
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions so far, of all requests."""
+        return self._num_preemptions
+
+    @property
+    def kv(self) -> KVManager:
+        """For statistics: free and cached blocks, prefix hits. Only the scheduler changes it."""
+        return self._kv
+
+    def get(self, request_id: str) -> Request | None:
+        """The unfinished request of that id."""
+        return self._requests.get(request_id)
+
+    def add(self, request: Request) -> None:
+        """Let a fresh request wait for its turn; its `arrival` is set here.
+
+        Raises ConfigError for an id in use, an empty prompt or one that leaves no room for an output token, and
+        CapacityError for a request that the whole pool could not hold. A refused request is left as it was.
+        """
+        if request.request_id in self._requests:
+            raise ConfigError(f"request id {request.request_id!r} is in use by an unfinished request")
+        self._limits.check(request, self._kv)
+        request.arrival = self._num_added
+        self._num_added += 1
+        self._requests[request.request_id] = request
+        self._waiting.push(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request at the caller's wish. None, and no effect, when it has already ended."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def fail(self, request_id: str, message: str | None = None) -> Request | None:
+        """End a request alone because serving it failed; the message becomes its `stop_reason`."""
+        return self.finish(request_id, FinishReason.ERROR, message)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: int | str | None = None) -> Request | None:
+        """End a request for a reason found outside. Tokens on their way to it will be discarded.
+
+        Returns the request; None, and no effect, when it has already ended.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason, stop_reason)
+        return request
+
+    def plan(self) -> StepPlan | None:
+        """Plan the next step, and count it as in flight. None when nothing can run before a step is collected."""
+        draft = Draft(self._limits.max_num_batched_tokens)
+        num_preempted = self._num_preemptions
+        self._plan_running(draft)
+        if not draft.short and self._num_preemptions == num_preempted:
+            self._plan_waiting(draft)
+        if not draft:
+            return None
+        plan, requests = draft.build(self._num_steps)
+        self._num_steps += 1
+        self._in_flight.add(plan, requests)
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Take in what the oldest step in flight produced. Rows of requests that have ended since are discarded.
+
+        Raises OstinatoError for a step out of order or a result that does not have the plan's rows.
+        """
+        if len(result.token_ids) != plan.num_rows or len(result.logprobs) not in (0, plan.num_rows):
+            raise OstinatoError(
+                f"step {plan.step_id} has {plan.num_rows} rows, its result {len(result.token_ids)} tokens and "
+                f"{len(result.logprobs)} log-probabilities"
+            )
+        requests = self._in_flight.collect(plan.step_id)
+        self._release_due()
+        events = []
+        for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
+            if request.finished:
+                continue
+            if row.samples:
+                request.num_in_flight -= 1
+                request.tokens.append(result.token_ids[index])
+            if request.status is RequestStatus.RUNNING:  # a preempted one's table is gone
+                self._kv.register_full_blocks(request, row.start + row.num_tokens)
+            if row.samples:
+                self._end_if_done(request)
+                logprobs = result.logprobs[index] if result.logprobs else None
+                events.append(TokenEvent(request, result.token_ids[index], logprobs, request.finished))
+        return events
+
+    def discard(self, plan: StepPlan, message: str) -> list[Request]:
+        """A planned step was not launched, or cannot be collected: fail its requests and forget it. Returns them."""
+        failed = [request for request in self._in_flight.drop(plan.step_id) if not request.finished]
+        for request in failed:
+            self._end(request, FinishReason.ERROR, message)
+        self._release_due()
+        return failed
+
+    def preempt_all(self) -> None:
+        """The KV cache loses its content: every running request will be recomputed, and no prefix is found any more."""
+        self._kv.forget_contents()
+        while self._running:
+            self._preempt(self._running[-1])
+
+    def forget_prefixes(self) -> None:
+        """Cached prefixes no longer hold (the weights changed): new requests compute all of theirs."""
+        self._kv.forget_contents()
+
+    def check_integrity(self) -> None:
+        """Raise OstinatoError unless every block and row is free, held behind a fence, or one running request's."""
+        self._kv.check_integrity(self._in_flight.held_tables)
+
+    def _num_to_run(self, request: Request) -> int:
+        """Tokens that could run now: none once the last token the request may have is on its way."""
+        planned = num_planned(request)
+        return 0 if planned >= max_length(request, self._limits.max_model_len) else planned - request.num_computed
+
+    def _plan_running(self, draft: Draft) -> None:
+        wanted = [self._num_to_run(request) for request in self._running]
+        num_decoding = wanted.count(1)
+        for request, num_wanted in zip(tuple(self._running), wanted, strict=True):
+            if draft.budget == 0:
+                break
+            if num_wanted == 0 or request.status is not RequestStatus.RUNNING:  # a better row may have preempted it
+                continue
+            num_decoding -= num_wanted == 1
+            # There are never more rows than tokens in the budget, because a row is admitted only with a token that no
+            # other row wants. So decoding rows always get theirs, and of several prompts the best gets on.
+            num_tokens = min(num_wanted, draft.budget - num_decoding)
+            if num_tokens > 0 and self._grow(request, request.num_computed + num_tokens, draft):
+                draft.run(request, num_tokens)
+
+    def _grow(self, request: Request, num_tokens: int, draft: Draft) -> bool:
+        """Make the request's table hold `num_tokens` tokens, at the expense of worse requests. False: not this step."""
+        missing = self._kv.num_missing(request, num_tokens)
+        if missing == 0:
+            return True
+        if draft.short:
+            return False
+        column = len(self._kv.table(request.request_id))
+        while (block_ids := self._kv.extend(request, num_tokens)) is None:
+            if self._kv.num_free + self._num_blocks_to_come() >= missing:
+                draft.short = True
+                return False
+            victim = next(other for other in reversed(self._running) if self._num_to_run(other) > 0)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        draft.append(request, column, block_ids)
+        return True
+
+    def _num_blocks_to_come(self) -> int:
+        """Blocks that collecting the steps in flight will free for sure: fenced ones, and those of ending requests."""
+        ending = [self._kv.table(r.request_id) for r in self._running if self._num_to_run(r) == 0]
+        return self._kv.num_freed_by([*self._in_flight.held_tables, *ending])
+
+    def _plan_waiting(self, draft: Draft) -> None:
+        while self._waiting and self._free_slots and draft.budget > 0:
+            request = self._waiting.peek()
+            if request.status is RequestStatus.PREEMPTED and self._in_flight.involves(request):
+                return  # not all of its tokens are known yet
+            num_known = len(request.tokens)
+            hit = self._kv.match(request)
+            num_taken = self._kv.num_taken(hit, self._num_with_room(request, 1))
+            if num_taken + self._num_blocks_reserved() > self._kv.num_free:
+                return
+            num_tokens = min(num_known - hit.num_tokens, draft.budget)
+            block_ids = self._kv.allocate(request, hit, hit.num_tokens + num_tokens)
+            assert block_ids is not None, "the blocks were there a moment ago"
+            self._waiting.pop()
+            self._admit(request, hit.num_tokens, block_ids, draft)
+            draft.run(request, num_tokens)
+
+    def _num_with_room(self, request: Request, num_more: int) -> int:
+        """KV of the planned tokens and of `num_more` after them, as far as the request may get."""
+        return min(num_planned(request) + num_more, max_length(request, self._limits.max_model_len) - 1)
+
+    def _num_blocks_reserved(self) -> int:
+        """Blocks that running rows lack for their tokens and a block more: without, newcomers are soon preempted."""
+        block_size = self._kv.block_size
+        return sum(self._kv.num_missing(r, self._num_with_room(r, block_size)) for r in self._running)
+
+    def _admit(self, request: Request, num_hit_tokens: int, block_ids: list[int], draft: Draft) -> None:
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_hit_tokens
+        request.status = RequestStatus.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        request.num_computed = num_hit_tokens
+        insort(self._running, request, key=order)
+        draft.admit(request, block_ids)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to waiting. Samples on their way are kept when they arrive; KV is computed again."""
+        self._let_go(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_computed = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._waiting.push(request)  # it arrived before all that wait at its priority, so it is first among them
+
+    def _end_if_done(self, request: Request) -> None:
+        reason = check_stop(request, self._limits.max_model_len)
+        if reason is not None:
+            token_id = request.tokens[-1]
+            asked_for = reason is FinishReason.STOP and token_id in (request.params.stop_token_ids or ())
+            self._end(request, reason, token_id if asked_for else None)
+
+    def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._let_go(request)
+        else:
+            self._waiting.remove(request.request_id)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.stop_reason = stop_reason
+        request.num_in_flight = 0
+        self._kv.forget(request.request_id)
+        del self._requests[request.request_id]
+
+    def _let_go(self, request: Request) -> None:
+        """Take a running request's row and blocks away; they are free once no step in flight can touch them."""
+        assert request.slot is not None
+        self._running.remove(request)
+        self._in_flight.hold(request.slot, self._kv.detach(request.request_id))
+        request.slot = None
+        self._release_due()
+
+    def _release_due(self) -> None:
+        for held in self._in_flight.due():
+            self._kv.release(held.block_ids)
+            heapq.heappush(self._free_slots, held.slot)

@@ -1,0 +1,37 @@
+"""Every kernel compiles for an H200 in bfloat16, without spilling registers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+MAX_SHARED_BYTES = 227 * 1024
+
+
+@pytest.fixture(scope="module")
+def reports() -> list[dict[str, Any]]:
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_ops.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def test_every_kernel_compiles(reports: list[dict[str, Any]]) -> None:
+    assert {report["kernel"] for report in reports} == {
+        "rms_norm_kernel", "rope_kernel", "silu_mul_kernel", "prepare_kernel", "scatter_kernel", "advance_kernel",
+        "chunk_kernel", "pick_kernel", "logprobs_chunk_kernel", "logprobs_merge_kernel",
+    }  # fmt: skip
+
+
+def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) -> None:
+    for report in reports:
+        assert report["STACK"] == report["LOCAL"] == 0, report
+        assert report["shared_bytes"] <= MAX_SHARED_BYTES, report

@@ -10,6 +10,9 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 WORKERS ?= 2
 
+# On cores that others use too, threads that spin while they wait cost up to ten times the work itself.
+export OMP_WAIT_POLICY ?= PASSIVE
+
 # Without an NVIDIA GPU torch is held to the version that the tests run with: one build, small, the same everywhere.
 HAS_GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 ifeq ($(HAS_GPU),0)

@@ -22,15 +22,16 @@ class EngineConfig:
     """`model`: a Hugging Face folder, a `.gguf` file, or "smollm2" (the packaged SmolLM2-135M-Instruct).
 
     device                   "cpu", "cuda", "cuda:1"; None takes CUDA where it is.
-    dtype                    of weights, activations and KV. "auto": float32 on the CPU; on CUDA the checkpoint's 16-bit type,
-                             else bfloat16.
+    dtype                    of weights, activations and KV. "auto": float32 on the CPU; on CUDA the checkpoint's
+                             16-bit type, else bfloat16.
     max_model_len            tokens of prompt and output together; None takes the model's.
     max_num_seqs             requests that run at once; the ladder of recorded decode batches ends here.
     max_num_batched_tokens   tokens of one step over all requests; longer prompts run in chunks.
     num_gpu_blocks_override  KV blocks; None fills the memory budget.
     gpu_memory_utilization   share of the device that weights, activations, graphs and KV may take together.
     cudagraph_mode           NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
-    cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for mixed ones.
+    cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for
+                             mixed ones.
     enforce_eager            no graphs and no compile.
     max_in_flight            steps launched before one is collected; None: 2 on CUDA, 1 on the CPU.
     compile                  torch.compile over the functions of a layer.
@@ -74,7 +75,7 @@ class EngineConfig:
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(self.load_format in LOAD_FORMATS, "load_format", f"one of {', '.join(LOAD_FORMATS)}")
         need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two")
-        need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2: a prompt and an output")
+        need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2: a prompt, an output")
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "above 0 and at most 1")
         need(
             self.max_num_batched_tokens >= self.max_num_seqs,

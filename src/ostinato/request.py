@@ -73,7 +73,9 @@ class SamplingParams:
             need(value is None or 0 <= value <= MAX_LOGPROBS, name, f"between 0 and {MAX_LOGPROBS}")
         bias = self.logit_bias or {}
         if len(bias) > MAX_LOGIT_BIAS:
-            raise ConfigError(f"SamplingParams.logit_bias has {len(bias)} entries: at most {MAX_LOGIT_BIAS} are kept per row")
+            raise ConfigError(
+                f"SamplingParams.logit_bias has {len(bias)} entries: at most {MAX_LOGIT_BIAS} are kept per row"
+            )
         if any(token < 0 for token in bias):
             raise ConfigError("SamplingParams.logit_bias has a negative token id")
         if any(not text for text in self.stop_strings):

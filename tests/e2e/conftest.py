@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from e2e.models import TinyModel, build_tiny
+from .models import TinyModel, build_tiny
 
 TinyFactory = Callable[..., TinyModel]
 

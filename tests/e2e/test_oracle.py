@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from e2e.conftest import TinyFactory
-from e2e.driving import MODES, Drive, drive, greedy
-from e2e.models import LINEAR_ROPE, LLAMA3_ROPE, TinyModel, prompts_of
+from .conftest import TinyFactory
+from .driving import MODES, Drive, drive, greedy
+from .models import LINEAR_ROPE, LLAMA3_ROPE, TinyModel, prompts_of
 from ostinato import LLM
 
 TOLERANCE = 1e-4

@@ -42,6 +42,7 @@ class _Formatter(argparse.HelpFormatter):
 
 def explain_unknown(kind: str, word: str, known: Iterable[str], prog: str) -> str:
     """One line: what is unknown, and the nearest that is known."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"see {prog} --help"
+    by_name = {name.lstrip("-"): name for name in known}
+    near = difflib.get_close_matches(word.lstrip("-"), by_name, n=1, cutoff=0.5)
+    hint = f"did you mean {by_name[near[0]]}?" if near else f"see {prog} --help"
     return f"unknown {kind} {word}: {hint}"

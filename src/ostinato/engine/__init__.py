@@ -1,1 +1,1 @@
-"""Puts the parts together and drives them: build (the only place that wires), engine (the step loop), llm (the front)."""
+"""Puts the parts together and drives them: `build` wires, `engine` holds the step loop, `llm` is the front."""

@@ -78,7 +78,9 @@ class Engine:
             self._in_flight.append(self._launch(plan))
         if not self._in_flight:
             if self.scheduler.has_unfinished:
-                raise CapacityError("requests are waiting, nothing runs and nothing can be planned: a defect, please report it")
+                raise CapacityError(
+                    "requests wait, nothing runs and nothing can be planned: a defect, please report it"
+                )
             return []
         oldest = self._in_flight.popleft()
         result = self.runner.collect(oldest)
@@ -142,7 +144,10 @@ class Engine:
         ids = [*(params.logit_bias or {}), *(params.stop_token_ids or ())]
         wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
         if wrong is not None:
-            raise ConfigError(f"token id {wrong} in logit_bias or stop_token_ids is not in the vocabulary (0 to {self.vocab_size - 1})")
+            raise ConfigError(
+                f"token id {wrong} in logit_bias or stop_token_ids is not in the vocabulary "
+                f"(0 to {self.vocab_size - 1})"
+            )
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise ConfigError("stop strings need text: this model has no tokenizer, or detokenize is off")
 

@@ -82,7 +82,7 @@ class LLM:
         """The rendered conversation and its token ids, as a prompt."""
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
-            raise ConfigError("chat needs a tokenizer with a chat template, and this model has no tokenizer: pass token ids")
+            raise ConfigError("chat needs a tokenizer with a chat template; this model has none: pass token ids")
         text = tokenizer.apply_chat_template([dict(m) for m in messages], **dict(chat_template_kwargs or {}))
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
@@ -155,7 +155,9 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -34,12 +35,18 @@ class CudaBackend:
         index = torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         with torch.cuda.device(self.device):
-            self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._context = ExitStack()
         self._free_before = 0
         self._retained = 0
+        self._open_pool()
+
+    def _open_pool(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        # A pool dies with its last graph, and an aborted recording could be the last: this one, empty, outlives all.
+        self.begin(Statics())
+        self._anchor = self.end()
 
     def begin(self, statics: Statics) -> None:
         if self._graph is not None:
@@ -60,7 +67,7 @@ class CudaBackend:
         graph = self._graph
         if graph is None:
             raise CaptureError("no graph is being recorded: begin() one first")
-        graph.capture_end()  # where this raises, abort() cleans up
+        _end(graph)  # where this raises, abort() cleans up
         self._graph = None
         self._context.close()
         num_nodes = _count_nodes(graph)
@@ -75,13 +82,20 @@ class CudaBackend:
         graph, self._graph = self._graph, None
         if graph is None:
             return
-        # A failed capture cannot be ended without an error, but ending it is what frees the stream.
-        with suppress(RuntimeError):
-            graph.capture_end()
-        with suppress(RuntimeError):
-            graph.reset()
+        failed = False
+        try:
+            _end(graph)
+        except RuntimeError:
+            failed = True
+            # Ending a failed capture raises, but is what frees the stream. Up to torch 2.12 it leaves the allocators of
+            # device and pinned memory believing that the pool is still being recorded to. The first can be told; for
+            # the second the pool's id is spent, so later recordings get a new one. Graphs keep the pool they are in.
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.device.index, self._pool)
         self._context.close()
         torch.cuda.synchronize(self.device)
+        if failed:
+            self._open_pool()
 
     def memory(self) -> int:
         """Bytes that left the device's free memory during captures: the pool's and the driver's."""
@@ -102,6 +116,12 @@ class CudaBackend:
         return isinstance(error, RuntimeError) and "captur" in str(error).lower()
 
 
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # two cuts with nothing between them
+        graph.capture_end()
+
+
 def _nothing() -> None:
     """The replay of a graph without nodes."""
 
@@ -110,7 +130,7 @@ def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
     from cuda.bindings import runtime
 
     raw: Any = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
-    status, _, _, count = (*runtime.cudaGraphGetNodes(raw), 0)[:4]
+    status, _, count = runtime.cudaGraphGetNodes(raw)
     if int(status) != 0:
         raise CaptureError(f"the nodes of a captured graph cannot be counted: {status}")
     return int(count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
 import traceback
@@ -36,10 +35,8 @@ def _is_callers(filename: str) -> bool:
 
 
 def _torch_folders() -> tuple[str, ...]:
-    # Looked up without importing it: this module serves torch-free callers too.
-    spec = sys.modules["torch"].__spec__ if "torch" in sys.modules else importlib.util.find_spec("torch")
-    folders = (spec.submodule_search_locations or []) if spec else []
-    return tuple(folder + os.sep for folder in folders)
+    torch = sys.modules.get("torch")  # not imported for this
+    return tuple(folder + os.sep for folder in torch.__path__) if torch else ()
 
 
 def _name(filename: str, line: int | None, function: str) -> str:

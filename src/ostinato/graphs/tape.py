@@ -159,7 +159,7 @@ def _nothing() -> None:
     return None
 
 
-class _TapeMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _TapeMode(TorchDispatchMode):
     """Sends every operator to a trace, down to those that are not made of others."""
 
     def __init__(

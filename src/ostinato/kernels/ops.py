@@ -174,14 +174,13 @@ def _register(library: torch.library.Library) -> torch.library.Library:
     # `Library.impl` and not `torch.library.custom_op`: the latter wraps every call in several Python layers.
     for op in _OPS:
         cpu, cuda = _imported_at_first_call(op.cpu, op.name), _imported_at_first_call(op.cuda, op.name)
-        library.define(op.name + op.schema)  # type: ignore[no-untyped-call]
+        library.define(op.name + op.schema)
         for key, function in (("CPU", cpu), ("CUDA", cuda), ("Meta", op.meta)):
-            library.impl(op.name, function, key)  # type: ignore[no-untyped-call]
+            library.impl(op.name, function, key)
     return library
 
 
-_LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # type: ignore[no-untyped-call]
-# The registration lives as long as that object.
+_LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # the registration lives as long as this
 
 _prepare: Final = torch.ops.ostinato.prepare.default
 _kv_write: Final = torch.ops.ostinato.kv_write.default

@@ -115,15 +115,15 @@ def logprobs(
     for r in (wanted >= 0).nonzero().flatten().tolist():
         row = _without_nan(_as_floats(logits[r]))
         token = int(sampled[r])
-        largest = row.max()
-        total = largest + np.log(np.exp(row - largest).sum())
+        total = _log_sum_exp(row)
+        log_shares = row - total if np.isfinite(total) else row  # without any finite logit all stay -inf
         top = _top_ids(row, min(int(wanted[r]), row.size))
         values, ids = out_values[r].numpy(), out_ids[r].numpy()
         values.fill(-np.inf)
         ids.fill(-1)
-        values[:2] = row[token] - total, total
+        values[:2] = log_shares[token], total
         ids[:2] = token, np.count_nonzero(row > row[token]) + 1
-        values[2 : 2 + top.size] = row[top] - total
+        values[2 : 2 + top.size] = log_shares[top]
         ids[2 : 2 + top.size] = top
 
 
@@ -145,19 +145,16 @@ def least_logit(scaled: Floats, top_k: int, top_p: float, min_p: float) -> float
     return least
 
 
-def gumbel(ids: Ints, num_ids: int, seed_lo: int, seed_hi: int, num_tokens: int) -> Floats:
-    """Gumbel noise, in (-2.82, 16.64), of the token ids `ids`, of a vocabulary of `num_ids`."""
-    num_counters = -(-num_ids // (4 * LANE)) * LANE
-    if ids.size < num_counters:
-        words = philox(ids // (4 * LANE) * LANE + ids % LANE, seed_lo, seed_hi, num_tokens)
-        words = words[ids // LANE % 4, np.arange(ids.size)]
-    else:  # much of the vocabulary: each counter once, its four words laid out where their tokens are
-        words = philox(np.arange(num_counters), seed_lo, seed_hi, num_tokens)
-        words = words.reshape(4, -1, LANE).transpose(1, 0, 2).reshape(-1)[ids]
-    # 23 bits, in the middle of their interval: exact in float32 and never 0 or 1, whose noise would be infinite.
-    uniform = (words >> np.uint64(9)).astype(np.float32) * np.float32(2.0**-23) + np.float32(2.0**-24)
-    noise: Floats = -np.log(-np.log(uniform))
-    return noise
+def gumbel(ids: Ints, seed_lo: int, seed_hi: int, num_tokens: int) -> Floats:
+    """Gumbel noise, in (-2.82, 16.64), of the token ids `ids`: a call of Philox for each."""
+    words = philox(ids // (4 * LANE) * LANE + ids % LANE, seed_lo, seed_hi, num_tokens)
+    return _noise(words[ids // LANE % 4, np.arange(ids.size)])
+
+
+def gumbel_all(num_ids: int, seed_lo: int, seed_hi: int, num_tokens: int) -> Floats:
+    """The same of the ids 0 .. num_ids - 1: a call of Philox for each four."""
+    words = philox(np.arange(_num_counters(num_ids)), seed_lo, seed_hi, num_tokens)
+    return _noise(words).reshape(4, -1, LANE).transpose(1, 0, 2).reshape(-1)[:num_ids]
 
 
 def philox(counters: Ints, key_lo: int, key_hi: int, counter_1: int) -> Words:
@@ -178,10 +175,24 @@ def philox(counters: Ints, key_lo: int, key_hi: int, counter_1: int) -> Words:
 
 def _draw(scaled: Floats, least: float, seed_lo: int, seed_hi: int, num_tokens: int) -> int:
     """The winner of step 6 among the tempered logits not below `least`."""
-    # What is further than the noise's spread below the largest cannot win: no noise is drawn for it.
-    ids = np.flatnonzero(scaled >= max(least, float(scaled.max()) - _GUMBEL_SPREAD))
-    noisy = scaled[ids] + gumbel(ids, scaled.size, seed_lo, seed_hi, num_tokens)
-    return int(ids[noisy.argmax()])
+    # What is further than the noise's spread below the largest cannot win: it may lack its noise.
+    kept = scaled >= max(least, float(scaled.max()) - _GUMBEL_SPREAD)
+    if np.count_nonzero(kept) < _num_counters(scaled.size):
+        ids = np.flatnonzero(kept)
+        return int(ids[np.argmax(scaled[ids] + gumbel(ids, seed_lo, seed_hi, num_tokens))])
+    noisy = scaled + gumbel_all(scaled.size, seed_lo, seed_hi, num_tokens)
+    return int(np.argmax(np.where(kept, noisy, np.float32(-np.inf))))
+
+
+def _num_counters(num_ids: int) -> int:
+    return -(-num_ids // (4 * LANE)) * LANE
+
+
+def _noise(words: Words) -> Floats:
+    # 23 bits, in the middle of their interval: exact in float32 and never 0 or 1, whose noise would be infinite.
+    uniform = (words >> np.uint64(9)).astype(np.float32) * np.float32(2.0**-23) + np.float32(2.0**-24)
+    noise: Floats = -np.log(-np.log(uniform))
+    return noise
 
 
 def _argmax(rows: Floats) -> Ints:
@@ -190,6 +201,11 @@ def _argmax(rows: Floats) -> Ints:
     if np.isnan(np.take_along_axis(rows, ids[:, None], -1)).any():  # argmax() gives the first NaN precedence
         ids = _without_nan(rows).argmax(-1)
     return ids
+
+
+def _log_sum_exp(row: Floats) -> np.float32:
+    largest = np.float32(row.max())
+    return largest + np.log(np.exp(row - largest).sum()) if np.isfinite(largest) else largest
 
 
 def _top_ids(row: Floats, count: int) -> Ints:

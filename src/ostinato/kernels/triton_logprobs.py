@@ -87,8 +87,9 @@ def logprobs_merge_kernel(
     larger = tl.sum(tl.load(chunk_ids + chunk * _COLUMNS, mask=is_chunk, other=0))
     largest = tl.max(tops)
     total = largest + tl.log(tl.sum(tl.where(tops > -float("inf"), sums * tl.exp(tops - largest), 0.0)))
+    shift = tl.where(total > -float("inf"), total, 0.0)  # without any finite logit all stay -inf
     token = tl.load(sampled + row)
-    tl.store(out_values, load_logits(logits + row * logits_stride, logits, 0, token, True) - total)
+    tl.store(out_values, load_logits(logits + row * logits_stride, logits, 0, token, True) - shift)
     tl.store(out_values + 1, total)
     tl.store(out_ids, token)
     tl.store(out_ids + 1, larger + 1)
@@ -101,7 +102,7 @@ def logprobs_merge_kernel(
     for i in range(_COLUMNS - 2):
         value, best, left = _take_largest(values, ids, left & (i < count))
         found = best != NO_ID
-        tl.store(out_values + 2 + i, tl.where(found, value - total, -float("inf")))
+        tl.store(out_values + 2 + i, tl.where(found, value - shift, -float("inf")))
         tl.store(out_ids + 2 + i, tl.where(found, best, -1))
 
 

@@ -1,8 +1,8 @@
 """The tensors behind the block ids.
 
-One pool, block-major: `[N, L, 2, B, G, D]`, so that a block is one contiguous run of bytes over all layers. The pool can
-grow by mapping more memory behind a fixed address, and a connector moves a block with one copy. A layer sees strided
-views `[N, B, G, D]`.
+One pool, block-major: `[N, L, 2, B, G, D]`, so that a block is one contiguous run of bytes over all layers. The pool
+can grow by mapping more memory behind a fixed address, and a connector moves a block with one copy. A layer sees
+strided views `[N, B, G, D]`.
 
 N blocks, L layers, B tokens a block, G key/value heads, D head size.
 """

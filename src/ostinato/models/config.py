@@ -85,7 +85,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Raises ConfigError that names every field that is missing or cannot be served."""
     names = config.get("architectures") or []
     architecture = next((name for name in names if name in ARCHITECTURES), None)
-    model_type = ARCHITECTURES[architecture] if architecture else config.get("model_type")
+    model_type = ARCHITECTURES[architecture] if architecture else str(config.get("model_type"))
     if (names and architecture is None) or model_type not in ARCHITECTURES.values():
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"architecture {names or model_type!r} is not supported: Ostinato runs {known}")
@@ -131,14 +131,14 @@ def _refusals(config: Mapping[str, Any], model_type: str) -> list[str]:
     window = config.get("sliding_window")
     uses_window = config.get("use_sliding_window", model_type == "mistral")
     if window is not None and uses_window:
-        found.append(f"sliding_window={window}: attention is over the whole context (set it to null if the context stays below)")
+        found.append(f"sliding_window={window}: attention is over the whole context (null serves contexts below it)")
     if any(kind != "full_attention" for kind in config.get("layer_types") or ()):
         found.append("layer_types other than full_attention")
     if (act := config.get("hidden_act", "silu")) not in ("silu", "swish"):
         found.append(f"hidden_act={act!r}: only silu")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unnamed")
-        found.append(f"quantization_config ({method}): use an unquantised checkpoint or a GGUF file, dequantised at load")
+        found.append(f"quantization_config ({method}): use an unquantised checkpoint, or a GGUF file")
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if config.get(name):
             found.append(f"{name}={config[name]}: mixtures of experts")
@@ -150,7 +150,7 @@ def _refusals(config: Mapping[str, Any], model_type: str) -> list[str]:
         found.append(f"rope scaling {kind!r}: only default, linear and llama3")
     heads = config.get("num_attention_heads") or 1
     head_dim = config.get("head_dim") or config.get("hidden_size", 0) // heads
-    if head_dim not in (64, 80, 96, 128, 256) and head_dim > 256 or head_dim % 2:
+    if head_dim > 256 or head_dim % 2:
         found.append(f"head_dim={head_dim}: at most 256 and even")
     return found
 

@@ -100,8 +100,8 @@ class Decoder:
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Write this step's K and V, then attend. Called inside a graph, or between two as an eager segment: it holds views of
-    fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive."""
+    """Write this step's K and V, then attend. Called inside a graph, or between two as an eager segment: it holds views
+    of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive."""
 
     query: torch.Tensor
     key: torch.Tensor

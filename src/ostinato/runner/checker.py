@@ -1,5 +1,5 @@
-"""Check mode: the first replays of every key are run twice, as a graph and as an eager call at the same padded shape with
-the same inputs, and must agree bit for bit. Before each run, everything that a live row must not read is poisoned.
+"""Check mode: the first replays of every key are run twice, as a graph and as an eager call at the same padded shape
+with the same inputs, and must agree bit for bit. Before each run, everything that a live row must not read is poisoned.
 
 R rows, T tokens of the step; N blocks.
 """
@@ -84,8 +84,8 @@ class StepChecker:
                 if held != values:
                     column = next(i for i, (a, b) in enumerate(zip(held, values, strict=True)) if a != b)
                     raise StaleGraphError(
-                        f"request {row.request_id}, row {index}, state row {row.slot}: {name}[{column}] is {held[column]} on the "
-                        f"device, the host sent {values[column]}"
+                        f"request {row.request_id}, row {index}, state row {row.slot}: {name}[{column}] is "
+                        f"{held[column]} on the device, the host sent {values[column]}"
                     )
 
     def _refuse_nan(self, plan: StepPlan) -> None:
@@ -95,8 +95,9 @@ class StepChecker:
         for index, row in enumerate(plan.rows):
             if bad[index]:
                 raise StaleGraphError(
-                    f"request {row.request_id}, row {index}, state row {row.slot}: logits are NaN: the row has read a padded "
-                    "tail, a free block or the scratch block (all poisoned), or the model itself gives NaN (run without poison)"
+                    f"request {row.request_id}, row {index}, state row {row.slot}: logits are NaN: the row has read a "
+                    "padded tail, a free block or the scratch block (all poisoned), or the model itself gives NaN "
+                    "(run without poison to see)"
                 )
 
     def _poisoned(self, run: Callable[[], None]) -> Callable[[], None]:

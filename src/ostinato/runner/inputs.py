@@ -7,6 +7,7 @@ T tokens at most.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
 
@@ -20,7 +21,14 @@ LOGPROB_COLUMNS = 22
 class StepBuffers:
     """`pads` names the value that each derived input holds outside the live part of a step."""
 
-    pads = {"token_ids": 0, "positions": 0, "slot_mapping": -1, "seq_lens": 0, "logit_index": 0, "sampled": -1}
+    pads: ClassVar = {
+        "token_ids": 0,
+        "positions": 0,
+        "slot_mapping": -1,
+        "seq_lens": 0,
+        "logit_index": 0,
+        "sampled": -1,
+    }
 
     def __init__(
         self,

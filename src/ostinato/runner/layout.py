@@ -54,7 +54,14 @@ class ArenaLayout:
             self._add(name, (slots,), pad, "slot")
         for name, pad in (("repetition_penalty", 1.0), ("presence_penalty", 0.0), ("frequency_penalty", 0.0)):
             self._add(name, (slots,), pad, "slot")
-        for name, integer in (("top_k", 0), ("num_logprobs", -1), ("seed_lo", 0), ("seed_hi", 0), ("min_length", 0), ("flags", 0)):
+        for name, integer in (
+            ("top_k", 0),
+            ("num_logprobs", -1),
+            ("seed_lo", 0),
+            ("seed_hi", 0),
+            ("min_length", 0),
+            ("flags", 0),
+        ):
             self._add(name, (slots,), integer, "slot")
         self._add("stop_ids", (slots, MAX_STOP_IDS), -1, "slot")
         self._add("bias_ids", (slots, MAX_LOGIT_BIAS), -1, "slot")

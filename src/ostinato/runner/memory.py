@@ -44,7 +44,9 @@ def cpu_pool(config: ModelConfig, block_size: int, dtype: torch.dtype, num_block
     return KVPool(KVStorage(pool), num_blocks, None)
 
 
-def cpu_num_blocks(config: ModelConfig, block_size: int, dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int) -> int:
+def cpu_num_blocks(
+    config: ModelConfig, block_size: int, dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int
+) -> int:
     """Enough for every row at full length, or 1 GiB, and always for one request of full length."""
     a_row = -(-max_model_len // block_size)
     return 1 + max(a_row, min(a_row * max_num_seqs, CPU_KV_BYTES // block_bytes(config, block_size, dtype)))
@@ -64,9 +66,11 @@ def reserved_pool(
     return KVPool(KVStorage(pool), 1, reserved)
 
 
-def map_rest(pool: KVPool, *, utilization: float, transient_bytes: int, num_blocks: int | None, min_blocks: int) -> None:
-    """Maps memory behind as many blocks as the budget leaves. `transient_bytes`: activations of the largest eager step,
-    which come and go after this. Raises CapacityError with the numbers when one request of full length does not fit."""
+def map_rest(
+    pool: KVPool, *, utilization: float, transient_bytes: int, num_blocks: int | None, min_blocks: int
+) -> None:
+    """Maps memory behind as many blocks as the budget leaves. `transient_bytes`: activations of the largest eager
+    step, which come and go after this. Raises CapacityError with the numbers when one request of full length does not fit."""
     assert pool.range is not None
     device, size = pool.storage.pool.device, pool.storage.block_bytes
     torch.cuda.synchronize(device)
@@ -78,8 +82,8 @@ def map_rest(pool: KVPool, *, utilization: float, transient_bytes: int, num_bloc
     if num_blocks is None and wanted < min_blocks:
         raise CapacityError(
             f"gpu_memory_utilization={utilization} of {total >> 20} MiB leaves {max(left, 0) >> 20} MiB for KV after "
-            f"{used >> 20} MiB in use and {transient_bytes >> 20} MiB of activations: {wanted} blocks of {size} bytes, but one "
-            f"request of full length needs {min_blocks}. Raise gpu_memory_utilization or lower max_model_len."
+            f"{used >> 20} MiB in use and {transient_bytes >> 20} MiB of activations: {wanted} blocks of {size} bytes, "
+            f"but one request of full length needs {min_blocks}. Raise gpu_memory_utilization or lower max_model_len."
         )
     pool.range.map_up_to(wanted * size)
     pool.num_blocks = wanted

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -87,14 +88,12 @@ class Runner:
         self._wanted_logprobs = [-1] * state.layout.num_slots
         self._any_logprobs = False
         self._prompts: dict[int, Admission] = {}  # by state row: requests that want their prompt's log-probabilities
-        self._sampling = ops.SamplingState(
-            *(state.named_view(name) for name in ops.SamplingState._fields)
-        )
+        self._sampling = ops.SamplingState(*(state.named_view(name) for name in ops.SamplingState._fields))
         self._num_launched = 0
         self._live_rows = 0
         self._checker: StepChecker | None = None
         for name, tensor in (*state.named(), *buffers.named()):
-            self.statics.add(name, lambda tensor=tensor: tensor)
+            self.statics.add(name, partial(_same, tensor))
         for name, _ in model.weights.named():
             self.statics.add(f"weights.{name}", _weight_getter(model.weights, name))
         self.statics.add("rope.cos_sin", lambda: model.cos_sin)
@@ -202,7 +201,7 @@ class Runner:
             self.store.replay(mode, key)
 
     def _step(self, mode: RuntimeMode, key: BatchKey, cut: Cut) -> None:
-        """The whole step: prepare, forward, logits, sample, advance. What a graph holds, and what it is checked against."""
+        """The whole step: prepare, forward, logits, sample, advance. What a graph holds and is checked against."""
         state, buffers, query_len = self.state, self.buffers, key.query_len or 0
         ops.prepare(
             state["row_slot"],
@@ -324,6 +323,10 @@ class Runner:
                     found[row.request_id] = logprobs.prompt_logprobs(self.model, hidden, targets, num_top)
             first += row.num_tokens
         return found
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _weight_getter(weights: DecoderWeights, name: str) -> Callable[[], torch.Tensor]:

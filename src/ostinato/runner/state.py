@@ -6,6 +6,7 @@ The recorded graph reads it and advances it; the host writes it only through `Pa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,5 +176,5 @@ class Patches:
         return self._arrays[self._turn]
 
 
-def _padded(values: Sequence[int] | Sequence[float], width: int, pad: int | float) -> list[int | float]:
+def _padded(values: Sequence[int] | Sequence[float], width: int, pad: int | float) -> list[Any]:
     return [*values, *[pad] * (width - len(values))]

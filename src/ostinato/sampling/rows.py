@@ -27,7 +27,9 @@ class SamplingRow:
         return bool(self.ints["flags"] & FLAG_PENALTIES)
 
 
-def sampling_row(params: SamplingParams, *, num_prompt_tokens: int, stop_token_ids: Sequence[int], seed: int) -> SamplingRow:
+def sampling_row(
+    params: SamplingParams, *, num_prompt_tokens: int, stop_token_ids: Sequence[int], seed: int
+) -> SamplingRow:
     """`seed` is 64 bits wide and taken modulo that."""
     penalties = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     bias = tuple((params.logit_bias or {}).items())[:MAX_LOGIT_BIAS]

@@ -61,4 +61,4 @@ def test_banned_and_missing_logits(implementation: Implementation) -> None:
     values, ids = logprobs(implementation, logits, [0, 1, 2], [3, 2, 2, -1], [3, 0, 2])
     assert ids[0, :5].tolist() == [3, 1, 3, 0, 1] and values[0, 4] == -inf
     assert ids[2, :4].tolist() == [2, 1, 2, 0] and values[2, :4].tolist() == [0.0, 0.0, 0.0, -inf]
-    assert ids[1, 0] == 0
+    assert ids[1, :4].tolist() == [0, 1, 0, 1] and values[1, :4].tolist() == [-inf] * 4

@@ -1,0 +1,90 @@
+"""Exit codes and what an error looks like."""
+
+from __future__ import annotations
+
+import pytest
+
+import ostinato
+from ostinato.cli import generate
+from ostinato.cli.main import COMMANDS, main
+from ostinato.cli.report import describe_key, format_bytes
+from ostinato.graphs.dispatch import BatchKey
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"ostinato {ostinato.__version__}\n"
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert f"usage: ostinato {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generat"], "unknown command generat: did you mean generate?"),
+        (["zzz"], "unknown command zzz: see ostinato --help"),
+        (["--verson"], "unknown option --verson: did you mean --version?"),
+        (["generate", "no/such", "p"], "no such file or folder"),
+        (["generate", "M", "p", "--temperature", "-1"], "SamplingParams.temperature=-1.0"),
+        (["generate", "M", "p", "--system", "s"], "--system belongs to --chat"),
+        (["plan", "M", "--cudagraph-mode", "PEACEWISE"], "did you mean PIECEWISE?"),
+        (["plan", "M", "--memory", "much"], "'much' is not a size"),
+        (["plan", "M", "--memory", "1GiB", "--device", "cpu"], "leave out --device cpu"),
+        (["chat", "M", "--n", "2"], "one answer at a time"),
+        (["bench", "tokens", "M"], "invalid choice: 'tokens'"),
+        (["bench", "modes", "M", "--runs", "2"], "--runs 2: must be at least 3"),
+        (["bench", "modes", "M", "--enforce-eager"], "goes through the modes in --modes"),
+        (["bench", "modes", "M", "--enable-prefix-caching"], "would spoil"),
+        (["bench", "modes", "M", "--json", "/no/such/folder/x.json"], "there is no folder"),
+    ],
+)
+def test_errors_are_one_line_and_exit_2(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("ostinato: error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_nothing_typed_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "commands" in capsys.readouterr().out
+
+
+def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate, "run", interrupted)
+    assert main(["generate", "M", "p"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1024, "1.00 KiB"),
+        (5 * 2**20, "5.00 MiB"),
+        (72 * 2**30, "72.00 GiB"),
+        (2**40, "1.00 TiB"),
+    ],
+)
+def test_format_bytes(size: int, text: str) -> None:
+    assert format_bytes(size) == text
+
+
+def test_describe_key() -> None:
+    assert describe_key(None) == "-"
+    assert describe_key(BatchKey(64, 8, None)) == "64 tokens"
+    assert describe_key(BatchKey(1, 1, 1)) == "1 row"
+    assert describe_key(BatchKey(12, 4, 3)) == "4 rows x 3"

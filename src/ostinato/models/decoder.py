@@ -56,8 +56,7 @@ class Decoder:
         self.weights = weights
         self.cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, weights.embed.device)
         self.scale = config.head_dim**-0.5
-        self._qkv = torch.compile(_qkv, dynamic=True) if compile_layers else _qkv
-        self._mlp = torch.compile(_mlp, dynamic=True) if compile_layers else _mlp
+        self._qkv, self._mlp = (_compiled_qkv, _compiled_mlp) if compile_layers else (_qkv, _mlp)
 
     def forward(
         self,
@@ -149,3 +148,33 @@ def _mlp(layer: LayerWeights, attention_out: torch.Tensor, residual: torch.Tenso
     normed = ops.add_rms_norm(delta, residual, layer.post_norm, eps)
     gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
     return F.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+
+
+def _compiled_qkv(
+    layer: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    from ostinato.models.compiled import layer_input
+
+    layer_input(delta, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps, out)
+
+
+def _compiled_mlp(
+    layer: LayerWeights, attention_out: torch.Tensor, residual: torch.Tensor, eps: float
+) -> torch.Tensor:
+    from ostinato.models.compiled import layer_mlp
+
+    delta = torch.empty_like(residual)
+    layer_mlp(
+        attention_out,
+        residual,
+        layer.o,
+        layer.o_bias,
+        layer.post_norm,
+        layer.gate_up,
+        layer.gate_up_bias,
+        layer.down,
+        layer.down_bias,
+        eps,
+        delta,
+    )
+    return delta

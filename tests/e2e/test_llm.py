@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
+from ostinato import LLM, CapacityError, ConfigError, OstinatoError, SamplingParams, WeightError
+
 from .conftest import TinyFactory
 from .driving import greedy
 from .models import TinyModel, prompts_of
-from ostinato import LLM, CapacityError, ConfigError, OstinatoError, SamplingParams, WeightError
 
 V = 128
 

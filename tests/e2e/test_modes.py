@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from ostinato import LLM, SamplingParams
+
 from .conftest import TinyFactory
 from .driving import MODES, counts_of, greedy, modes_of
 from .models import prompts_of
-from ostinato import LLM, SamplingParams
 
 BATCHES = (1, 3, 8, 13)
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 18, 20, 24, 31, 32, 33, 40, 47, 48, 50)
@@ -98,7 +99,7 @@ def smollm2(mode: str, max_num_seqs: int = 13, check: int = 0) -> LLM:
 
 
 GROUPS = {1: 4, 3: 9, 8: 20, 13: 20}
-"""At so many at a time, the first so many texts: small batches take a whole pass over the weights for each few tokens."""
+"""So many at a time: so many of the texts, as small batches read all weights for each few tokens."""
 
 
 def in_groups(llm: LLM, texts: Sequence[str], size: int, num_tokens: int) -> list[list[int]]:

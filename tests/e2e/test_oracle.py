@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato import LLM
+
 from .conftest import TinyFactory
 from .driving import MODES, Drive, drive, greedy
 from .models import LINEAR_ROPE, LLAMA3_ROPE, TinyModel, prompts_of
-from ostinato import LLM
 
 TOLERANCE = 1e-4
 NUM_DECODED = 41  # the first comes out of the prefill, 40 out of decode steps

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ostinato import LLM, CompletionOutput, SamplingParams
+
 from .conftest import TinyFactory
 from .driving import MODES, drive, greedy
 from .models import TinyModel, prompts_of
-from ostinato import LLM, CompletionOutput, SamplingParams
 
 V = 128  # every token is an ASCII character, so that texts and ids correspond one to one
 
@@ -54,14 +55,14 @@ SEEDED = [
     SamplingParams(temperature=0.7, top_k=20, seed=2, max_tokens=12, ignore_eos=True),
     SamplingParams(temperature=1.3, top_p=0.8, seed=2**40 + 3, max_tokens=8, ignore_eos=True),
     SamplingParams(temperature=1.0, min_p=0.05, seed=4, max_tokens=10, ignore_eos=True),
-    SamplingParams(temperature=1.0, presence_penalty=1.5, frequency_penalty=0.5, seed=5, max_tokens=11, ignore_eos=True),
+    SamplingParams(presence_penalty=1.5, frequency_penalty=0.5, seed=5, max_tokens=11, ignore_eos=True),
     SamplingParams(temperature=0.9, repetition_penalty=1.4, seed=6, max_tokens=10, ignore_eos=True),
     SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True),
 ]
 
 
 def test_same_seed_same_tokens_in_every_mode_and_batch(model: TinyModel) -> None:
-    """Alone, all together, in reverse order, and late beside others: a draw depends on seed, length and logits alone."""
+    """Alone, together, in reverse order, late beside others: a draw depends on seed, length and logits only."""
     prompts = prompts_of((3, 17, 8, 33, 5, 12, 20), V, seed=21)
     expected: list[list[int]] | None = None
     for mode in MODES:
@@ -85,7 +86,8 @@ def test_different_seeds_differ(llm: LLM) -> None:
 
 def test_seeds_that_share_their_low_words_differ(llm: LLM) -> None:
     """All 64 bits count."""
-    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True) for seed in (7, 7 + 2**32, 7 + 2**63)]
+    seeds = (7, 7 + 2**32, 7 + 2**63)
+    params = [SamplingParams(temperature=1.0, seed=seed, max_tokens=12, ignore_eos=True) for seed in seeds]
     tokens = [tuple(output.outputs[0].token_ids) for output in llm.generate([PROMPT] * 3, params)]
     assert len(set(tokens)) == 3
 
@@ -112,8 +114,9 @@ def test_draws_follow_the_distribution(llm: LLM, model: TinyModel) -> None:
 
 
 def test_top_k_and_top_p_keep_only_their_tokens(llm: LLM, model: TinyModel) -> None:
-    params = [SamplingParams(temperature=3.0, top_k=3, seed=seed, max_tokens=8, ignore_eos=True) for seed in range(4)]
-    params += [SamplingParams(temperature=3.0, top_p=0.2, seed=seed, max_tokens=8, ignore_eos=True) for seed in range(4)]
+    base = SamplingParams(temperature=3.0, max_tokens=8, ignore_eos=True)
+    params = [replace(base, top_k=3, seed=seed) for seed in range(4)]
+    params += [replace(base, top_p=0.2, seed=seed) for seed in range(4)]
     for index, output in enumerate(llm.generate([PROMPT] * 8, params)):
         tokens = output.outputs[0].token_ids
         logits = model.logits([*PROMPT, *tokens])[len(PROMPT) - 1 : -1]
@@ -130,9 +133,9 @@ def penalised_greedy(model: TinyModel, prompt: list[int], params: SamplingParams
     """vLLM's definition, spelled out: repetition over prompt and output, frequency and presence over output."""
     tokens = list(prompt)
     for _ in range(num_tokens):
-        row = model.logits(tokens)[-1].clone()
+        row, factor = model.logits(tokens)[-1].clone(), params.repetition_penalty
         for token in set(tokens):
-            row[token] = row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+            row[token] = row[token] / factor if row[token] > 0 else row[token] * factor
         for token in tokens[len(prompt) :]:
             row[token] -= params.frequency_penalty
         for token in set(tokens[len(prompt) :]):
@@ -271,7 +274,7 @@ def test_logprobs(model: TinyModel, mode: str) -> None:
     prompts = prompts_of((4, 18, 9, 30), V, seed=24)
     params = [
         greedy(8, logprobs=5),
-        SamplingParams(temperature=1.2, seed=1, top_k=30, max_tokens=8, logprobs=20, presence_penalty=1.0, ignore_eos=True),
+        SamplingParams(seed=1, top_k=30, max_tokens=8, logprobs=20, presence_penalty=1.0, ignore_eos=True),
         greedy(8),
         SamplingParams(temperature=0.8, seed=2, max_tokens=8, logprobs=0, ignore_eos=True),
     ]

@@ -21,7 +21,7 @@ from ostinato.runner.inputs import StepBuffers
 from ostinato.runner.runner import CUTS, Runner
 
 from .conftest import TinyFactory
-from .driving import ALWAYS, MODES, SeenStep, counts_of, drive, greedy, launches
+from .driving import ALWAYS, MODES, SeenStep, counts_of, drive, greedy
 from .models import TinyModel, prompts_of
 
 LADDER = [1, 2, 4, 8]

@@ -105,18 +105,20 @@ def test_a_rebound_weight_is_found_by_a_checked_replay(model: TinyModel) -> None
         assert tokens_of(llm) == before, "the engine did not recover"
 
 
-@pytest.mark.parametrize("name", ["state.arena", "inputs.slot_mapping", "inputs.logits", "work.qkv", "kv.pool", "rope.cos_sin"])
+@pytest.mark.parametrize(
+    "name", ["state.arena", "inputs.slot_mapping", "inputs.logits", "work.qkv", "kv.pool", "rope.cos_sin"]
+)
 def test_a_moved_static_tensor_is_named(model: TinyModel, name: str) -> None:
     """Whatever a graph has seen, by name: not only weights."""
     with open_llm(model) as llm:
         runner = llm.engine.runner
         tensor = runner.statics.current(name)
-        recorded = runner.store.get(RuntimeMode.FULL, next(key for mode, key in runner.store.available() if mode is RuntimeMode.FULL))
-        runner.statics.verify(recorded.addresses)
-        moved = tensor.detach().clone()
-        tensor.data = moved
+        index = next(index for index in runner.store.available() if index[0] is RuntimeMode.FULL)
+        addresses = runner.store.get(*index).addresses
+        runner.statics.verify(addresses)
+        tensor.data = tensor.detach().clone()
         with pytest.raises(StaleGraphError, match=name.replace(".", r"\.")):
-            runner.statics.verify(recorded.addresses)
+            runner.statics.verify(addresses)
 
 
 # -- faults put in on purpose ------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ def test_a_corrupted_word_of_the_state_is_named(
 
 @pytest.mark.parametrize("field", ["logits", "slot_mapping", "sampled"])
 def test_a_replay_that_differs_is_named(model: TinyModel, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that writes one wrong value into row 1: the error names the request, the row, the field and both values."""
+    """A graph that writes one wrong value into row 1: the error names the request, the row and the field."""
     with open_llm(model, check=ALWAYS) as llm:
         names = run_until_decoding(llm)
         runner = llm.engine.runner
@@ -179,11 +181,12 @@ def test_a_replay_that_differs_is_named(model: TinyModel, field: str, monkeypatc
     message = str(caught.value)
     assert names[1] in message
     assert "row 1" in message
-    assert field in message or (field == "slot_mapping" and "kv" in message)  # the cells that it names are compared first
+    # of a wrong slot mapping, the cells that it names may be compared first
+    assert field in message or (field == "slot_mapping" and "kv" in message)
 
 
 def test_a_replay_that_reads_another_table_is_named(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The table is wrong for the replay alone (a stale copy, say): found although the host's comparison saw it right."""
+    """A table that is wrong for the replay alone (a stale copy, say), and right when it is compared with the host's."""
     with open_llm(model, check=ALWAYS) as llm:
         names = run_until_decoding(llm)
         runner = llm.engine.runner
@@ -244,8 +247,10 @@ class Fences:
         return result
 
 
-def overlap_run(model: TinyModel, mode: str, max_in_flight: int, num_requests: int) -> tuple[list[list[int]], Fences, int]:
-    """A pool for 3.5 requests of full length, more rows than that, ends by chance, aborts at fixed lengths."""
+def overlap_run(
+    model: TinyModel, mode: str, max_in_flight: int, num_requests: int
+) -> tuple[list[list[int]], Fences, int]:
+    """A pool for 3.5 requests of usual length, more rows than that, ends by chance."""
     chance = random.Random(7)
     prompts = prompts_of([chance.randint(1, 40) for _ in range(num_requests)], V, seed=51)
     params = [
@@ -253,12 +258,12 @@ def overlap_run(model: TinyModel, mode: str, max_in_flight: int, num_requests: i
             temperature=chance.choice([0.0, 0.0, 1.0]),
             seed=index,
             max_tokens=chance.randint(1, 60),
-            stop_token_ids=chance.sample(range(1, V), 4),
+            stop_token_ids=chance.sample(range(1, V), 2),
         )
         for index in range(num_requests)
     ]
-    # 100 tokens at most: 7 blocks; three and a half times that, and the scratch block
-    with open_llm(model, mode, num_gpu_blocks_override=1 + 24, max_num_seqs=8, max_in_flight=max_in_flight) as llm:
+    # 20 tokens of prompt and 25 of output: 3 blocks, three and a half times that, and the scratch block
+    with open_llm(model, mode, num_gpu_blocks_override=1 + 11, max_num_seqs=8, max_in_flight=max_in_flight) as llm:
         fences = Fences(llm)
         states = []
         while len(states) < num_requests or llm.engine.has_unfinished:
@@ -268,19 +273,19 @@ def overlap_run(model: TinyModel, mode: str, max_in_flight: int, num_requests: i
             llm.engine.step()
         stats = llm.stats()
         llm.engine.scheduler.check_integrity()
-    assert stats.free_blocks == 24
+    assert stats.free_blocks == 11
     return [state.request.output_token_ids for state in states], fences, stats.preemptions
 
 
-@pytest.mark.parametrize(("mode", "num_requests"), [("NONE", 60), ("FULL_AND_PIECEWISE", 480)])
+@pytest.mark.parametrize(("mode", "num_requests"), [("NONE", 30), ("FULL_AND_PIECEWISE", 170)])
 def test_overlap_equals_one_step_in_flight(model: TinyModel, mode: str, num_requests: int) -> None:
     one, fences_one, _ = overlap_run(model, mode, 1, num_requests)
     two, fences_two, preemptions = overlap_run(model, mode, 2, num_requests)
     assert one == two
     assert (fences_one.most_in_flight, fences_two.most_in_flight) == (1, 2)
-    assert fences_two.num_steps > 2.5 * num_requests
+    assert fences_two.num_steps > 7 * num_requests
     assert preemptions > 0
-    assert len({len(tokens) for tokens in two}) > 20
+    assert len({len(tokens) for tokens in two}) > 10
 
 
 def test_overlap_discards_what_was_computed_too_late(model: TinyModel) -> None:

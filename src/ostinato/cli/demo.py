@@ -18,29 +18,29 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_model_len": 2048,
     "max_num_batched_tokens": 512,
+    "num_gpu_blocks_override": 256,
     "cudagraph_capture_sizes": DOUBLING_SIZES,
 }
 SYSTEM = (
-    "You are a patient assistant inside a small program that shows how a language model is served. Answer in plain, "
-    "short sentences. Prefer one clear fact to three vague ones, say so when you do not know, and never invent names, "
-    "numbers or sources. The reader is curious and has little time."
+    "You are a patient assistant inside a small program that shows how a language model is served. Answer in one "
+    "short, plain sentence of at most twenty words. Prefer one clear fact to three vague ones, say so when you do not know, "
+    "and never invent names, numbers or sources."
 )
 QUESTIONS = (
-    "What is the capital of France? Answer in one sentence.",
-    "Name three things that a cook needs to make bread.",
-    "A train leaves at nine in the morning and arrives at half past eleven. How long does the journey take, and how do "
-    "you work that out?",
-    "In music, an ostinato is a short phrase that repeats all through a piece while the melody above it changes. "
-    "Ravel's Bolero rests on one: the same two bars of the snare drum, from the first bar to the last. Explain to a "
-    "child why a composer might want such a repeating phrase.",
+    "What is the capital of France?",
+    "Name three things that a baker needs to make bread.",
+    "Who wrote Romeo and Juliet? I have to give a short talk about the play at school tomorrow and would like to "
+    "begin with its author.",
+    "In music, an ostinato is a short phrase that repeats all through a piece while the melody above it changes. What "
+    "is an ostinato?",
 )
-FOLLOW_UP = "And which river flows through that city?"
+FOLLOW_UP = "Which river runs through it?"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ostinato demo [OPTIONS]"
     parser.add_argument("--model", default="smollm2", metavar="MODEL", help="a model with a chat template [smollm2]")
-    parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="tokens of an answer [64]")
+    parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="tokens of an answer [40]")
     add_options(parser, "engine options", ENGINE_OPTIONS, EngineConfig, **ENGINE_DEFAULTS)
 
 

@@ -52,7 +52,7 @@ class GraphBackend(Protocol):
         """Drops the graph that is being recorded, if any; `begin` is possible afterwards."""
 
     def memory(self) -> int:
-        """Bytes that graphs recorded so far retain on the device."""
+        """Bytes in use where graphs are kept; what a recording retains is the difference around it."""
 
     def synchronize(self) -> None:
         """Waits until all work issued so far is done."""

@@ -38,8 +38,6 @@ class CudaBackend:
             self._stream = torch.cuda.Stream()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._context = ExitStack()
-        self._free_before = 0
-        self._retained = 0
         self._open_pool()
 
     def _open_pool(self) -> None:
@@ -51,8 +49,6 @@ class CudaBackend:
     def begin(self, statics: Statics) -> None:
         if self._graph is not None:
             raise CaptureError("a graph is being recorded already: end() or abort() it first")
-        torch.cuda.synchronize(self.device)
-        self._free_before = torch.cuda.mem_get_info(self.device)[0]
         graph = torch.cuda.CUDAGraph(keep_graph=True)  # kept until its nodes are counted
         self._context.enter_context(torch.cuda.device(self.device))
         self._context.enter_context(torch.cuda.stream(self._stream))
@@ -73,9 +69,6 @@ class CudaBackend:
         num_nodes = _count_nodes(graph)
         if num_nodes:
             graph.instantiate()
-        torch.cuda.synchronize(self.device)
-        # The driver's share (the executable graph) is part of it, so this asks the driver and not the allocator.
-        self._retained += max(0, self._free_before - torch.cuda.mem_get_info(self.device)[0])
         return CudaGraph(graph, num_nodes)
 
     def abort(self) -> None:
@@ -98,8 +91,10 @@ class CudaBackend:
             self._open_pool()
 
     def memory(self) -> int:
-        """Bytes that left the device's free memory during captures: the pool's and the driver's."""
-        return self._retained
+        """Bytes of the device in use. Executable graphs are the driver's, so this asks it and not the allocator."""
+        torch.cuda.synchronize(self.device)
+        free, total = torch.cuda.mem_get_info(self.device)
+        return total - free
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

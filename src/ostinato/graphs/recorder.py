@@ -137,7 +137,7 @@ class Recorder:
         return Recording(
             segments=tuple(segments),
             capture_s=time.perf_counter() - started,
-            bytes=self.backend.memory() - retained_before,
+            bytes=max(0, self.backend.memory() - retained_before),
             addresses=self.statics.addresses(),
             retained=tuple(empty),
         )

@@ -13,6 +13,13 @@ from ostinato.graphs.tape_rules import refused
 
 __all__ = ["Shapes"]
 
+aten = torch.ops.aten
+
+# torch's meta kernels of matrix products are Python and import its compiler at their first use (some 2 s). The rule
+# below says the same for products of plain matrices; anything else goes to torch, which also words the errors.
+_PRODUCTS = {aten.mm.default: 0, aten.mm.out: 0, aten.addmm.default: 1, aten.addmm.out: 1}
+"""Operator -> where its two matrices begin among the arguments."""
+
 
 class Shapes:
     """Runs operators on meta tensors, and remembers: the layers of a model all ask the same questions."""
@@ -58,7 +65,9 @@ def _run_on_meta(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
         meta_kwargs["device"] = torch.device("meta")
     if "pin_memory" in parameters:
         meta_kwargs["pin_memory"] = False
-    shapes = func(*meta_args, **meta_kwargs)
+    shapes = _product(func, meta_args, meta_kwargs)
+    if shapes is None:
+        shapes = func(*meta_args, **meta_kwargs)
     for target in written.values():
         if isinstance(target, torch.Tensor) and to_meta(target).shape != target.shape:
             raise refused(
@@ -66,3 +75,16 @@ def _run_on_meta(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, A
                 "give it an output of the right shape",
             )
     return shapes
+
+
+def _product(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    first = _PRODUCTS.get(func)
+    if first is None or set(kwargs) - {"out"}:
+        return None
+    left, right = args[first : first + 2]
+    fits = left.dim() == right.dim() == 2 and left.shape[1] == right.shape[0] and left.dtype == right.dtype
+    shape = (left.shape[0], right.shape[1]) if fits else None
+    out = kwargs.get("out")
+    if shape is None or (first and args[0].shape not in (shape, shape[1:])) or (out is not None and out.shape != shape):
+        return None
+    return out if out is not None else torch.empty(shape, dtype=left.dtype, device="meta")

@@ -57,7 +57,8 @@ def _nothing(*_: object) -> None:
 def _register() -> torch.library.Library:
     library = torch.library.Library("ostinato_compiled", "DEF")
     library.define(
-        "input(Tensor? delta, Tensor(a!) residual, Tensor norm, Tensor qkv, Tensor? bias, float eps, Tensor(b!) out) -> ()"
+        "input(Tensor? delta, Tensor(a!) residual, Tensor norm, Tensor qkv, Tensor? bias, float eps, "
+        "Tensor(b!) out) -> ()"
     )
     library.define(
         "mlp(Tensor attention_out, Tensor(a!) residual, Tensor o, Tensor? o_bias, Tensor norm, Tensor gate_up, "

@@ -70,7 +70,8 @@ def map_rest(
     pool: KVPool, *, utilization: float, transient_bytes: int, num_blocks: int | None, min_blocks: int
 ) -> None:
     """Maps memory behind as many blocks as the budget leaves. `transient_bytes`: activations of the largest eager
-    step, which come and go after this. Raises CapacityError with the numbers when one request of full length does not fit."""
+    step, which come and go after this. Raises CapacityError, with the numbers, when one request of full length does
+    not fit."""
     assert pool.range is not None
     device, size = pool.storage.pool.device, pool.storage.block_bytes
     torch.cuda.synchronize(device)

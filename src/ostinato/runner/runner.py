@@ -129,8 +129,11 @@ class Runner:
         self._num_launched = 0
 
     def recover(self) -> None:
-        """After a launch that failed half-way: the device's step count may have run ahead of `launch`'s."""
+        """After a launch that failed half-way: forgets what it staged, and what the device holds of the batch's rows;
+        the device's step count may have run ahead of `launch`'s."""
+        self._patches.clear()
         self._staged_rows = ()
+        self._row_slot[:] = self._query_start[:] = -1
         self.state["step_count"].fill_(self._num_launched)
 
     def enable_check(self, checker: StepChecker) -> None:

@@ -143,6 +143,10 @@ class Patches:
             self.put_floats(layout.at("bias_values", slot), _padded(row.bias_values, width, 0.0))
         return row.has_penalties
 
+    def clear(self) -> None:
+        """Forgets what was gathered and not applied."""
+        self._count = 0
+
     def append(self, append: TableAppend) -> None:
         self.put_run(self._layout.at("block_table", append.slot, append.column), append.block_ids)
 

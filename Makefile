@@ -30,6 +30,8 @@ extras = $(if $(strip $1),[$(subst $() ,$(comma),$(strip $1))])
 demo: .venv/run.stamp
 	PYTHONPATH=src $(BIN)/python -m ostinato.cli demo
 
+# One thread for each worker, so that the workers together take the cores and no more.
+test: export OMP_NUM_THREADS = 1
 test: .venv/dev.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -76,7 +76,7 @@ def poison(llm: LLM) -> None:
     runner.storage.fill_blocks([0, *llm.engine.scheduler.kv.empty_blocks()], NAN)
     for name in StepBuffers.pads:
         getattr(runner.buffers, name).fill_(OUT_OF_RANGE)
-    for tensor in (runner.buffers.work.qkv, runner.buffers.work.attention_out, runner.buffers.work.hidden):
+    for tensor in (runner.buffers.work.qkv, runner.buffers.work.attention_out, runner.buffers.work.stream):
         tensor.fill_(NAN)
 
 

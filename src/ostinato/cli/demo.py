@@ -23,8 +23,8 @@ ENGINE_DEFAULTS: dict[str, Any] = {
 }
 SYSTEM = (
     "You are a patient assistant inside a small program that shows how a language model is served. Answer in one "
-    "short, plain sentence of at most twenty words. Prefer one clear fact to three vague ones, say so when you do not know, "
-    "and never invent names, numbers or sources."
+    "short, plain sentence of at most twenty words. Prefer one clear fact to three vague ones, say so when you do not "
+    "know, and never invent names, numbers or sources."
 )
 QUESTIONS = (
     "What is the capital of France?",

@@ -25,6 +25,10 @@ __all__ = [
     "add_rms_norm",
     "advance",
     "attention",
+    "decode_attention",
+    "few_gate_up_silu",
+    "few_linear_residual",
+    "few_norm_linear",
     "kv_write",
     "logprobs",
     "prepare",
@@ -104,6 +108,16 @@ _OPS: Final = (
         _no_output,
     ),
     _Op(
+        "decode_attention",
+        "reference_attention",
+        "triton_decode_fused",
+        "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
+        "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor row_slot, "
+        "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(c!) out, "
+        "Tensor(d!)? counters=None, bool pdl=False) -> ()",
+        _no_output,
+    ),
+    _Op(
         "rms_norm",
         "reference",
         "triton_elementwise",
@@ -126,6 +140,27 @@ _OPS: Final = (
         _no_output,
     ),
     _Op("silu_mul", "reference", "triton_elementwise", "(Tensor gate_up) -> Tensor", _half_as_wide),
+    _Op(
+        "few_norm_linear",
+        "reference_few",
+        "triton_few",
+        "(Tensor residual, Tensor norm_weight, Tensor weight, Tensor? bias, float eps, Tensor(a!) out) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "few_gate_up_silu",
+        "reference_few",
+        "triton_few",
+        "(Tensor residual, Tensor norm_weight, Tensor weight, Tensor? bias, float eps, Tensor(a!) out) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "few_linear_residual",
+        "reference_few",
+        "triton_few",
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual) -> ()",
+        _no_output,
+    ),
     _Op("scatter", "reference", "triton_step", "(Tensor(a!) arena, Tensor patches, int count) -> ()", _no_output),
     _Op(
         "sample",
@@ -185,10 +220,14 @@ _LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # the reg
 _prepare: Final = torch.ops.ostinato.prepare.default
 _kv_write: Final = torch.ops.ostinato.kv_write.default
 _attention: Final = torch.ops.ostinato.attention.default
+_decode_attention: Final = torch.ops.ostinato.decode_attention.default
 _rms_norm: Final = torch.ops.ostinato.rms_norm.default
 _add_rms_norm: Final = torch.ops.ostinato.add_rms_norm.default
 _rope: Final = torch.ops.ostinato.rope.default
 _silu_mul: Final = torch.ops.ostinato.silu_mul.default
+_few_norm_linear: Final = torch.ops.ostinato.few_norm_linear.default
+_few_gate_up_silu: Final = torch.ops.ostinato.few_gate_up_silu.default
+_few_linear_residual: Final = torch.ops.ostinato.few_linear_residual.default
 _scatter: Final = torch.ops.ostinato.scatter.default
 _sample: Final = torch.ops.ostinato.sample.default
 _logprobs: Final = torch.ops.ostinato.logprobs.default
@@ -274,6 +313,65 @@ def attention(
     )
 
 
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """`rope`, `kv_write` and `attention` of a uniform step (query_len >= 1) in one: takes raw q, k, v and keeps them.
+
+    `q [T, H, D]`, `k [T, G, D]`, `v [T, G, D]`, `k_cache! [N, B, G, D]`, `v_cache! [N, B, G, D]`, `out! [T, H, D]`;
+    the rest as there. A row's step tokens are its last positions: those with a slot come first and their slots are the
+    cells which the table gives for them, as `prepare` leaves it; none is read back from the cache.
+
+    On CUDA, `num_splits` above 1 needs a merge: in the same kernel with `counters! [>=num_rows * G]`, which must be
+    zero before the first call, is zero again after each, and may be shared by calls of one stream; else in a second
+    kernel. `pdl` launches programmatically (compute capability 9.0 on): an ordinary launch has to stand between this
+    one and whatever wrote the integers, the tables and the cache's older cells.
+    """
+    _decode_attention(
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        q_norm,
+        k_norm,
+        eps,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        block_table,
+        row_slot,
+        seq_lens,
+        scale,
+        query_len,
+        num_rows,
+        num_splits,
+        out,
+        counters,
+        pdl,
+    )
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm (Zhang and Sennrich 2019) of `x [T, C]` with `weight [C]`: a new `[T, C]`.
 
@@ -313,6 +411,37 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's product (Shazeer 2020): `silu(gate) * up` of `gate_up [T, 2 I]`, a new `[T, I]`; silu is rounded."""
     out: Tensor = _silu_mul(gate_up)
     return out
+
+
+def few_norm_linear(
+    residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+) -> None:
+    """`out = rms_norm(residual, norm_weight, eps) @ weight.T + bias` for a few rows: QKV, or the final norm and head.
+
+    `residual [T, C]`, `norm_weight [C]`, `weight [N, C]` contiguous, `bias [N]`, `out! [T, N]`. On CUDA T is 1 to
+    `few_configs.MAX_FEW_ROWS` (ValueError), and the weights may be read before kernels launched earlier have finished:
+    no kernel may write to them in the same step. Rounded like the separate ops, as are the other two `few` ops.
+    """
+    _few_norm_linear(residual, norm_weight, weight, bias, eps, out)
+
+
+def few_gate_up_silu(
+    residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
+) -> None:
+    """`out = silu_mul(rms_norm(residual, norm_weight, eps) @ weight.T + bias)` for a few rows.
+
+    `residual [T, C]`, `norm_weight [C]`, `weight [2 I, C]` contiguous, the gate's rows first, `bias [2 I]`,
+    `out! [T, I]`. Otherwise as `few_norm_linear`.
+    """
+    _few_gate_up_silu(residual, norm_weight, weight, bias, eps, out)
+
+
+def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+    """`residual += x @ weight.T + bias` for a few rows; the linear's output is rounded, then the sum.
+
+    `x [T, K]`, `weight [C, K]` contiguous, `bias [C]`, `residual! [T, C]`. Otherwise as `few_norm_linear`.
+    """
+    _few_linear_residual(x, weight, bias, residual)
 
 
 def scatter(arena: Tensor, patches: Tensor, count: int) -> None:

@@ -1,7 +1,7 @@
 """Cache write and paged attention in plain torch: the specification, the CPU path, and the Triton kernels' oracle.
 
 Legend: T tokens, R rows, S state rows, H query heads, G key/value heads, D head size, N blocks, B block size, W table
-width, L the length of a row. Both functions read lengths and slots on the host, as a kernel reads them on the device:
+width, L the length of a row. The functions read lengths and slots on the host, as a kernel reads them on the device:
 to a recording each call is one opaque node.
 """
 
@@ -12,7 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["attention", "kv_write"]
+from ostinato.kernels.reference import rope
+
+__all__ = ["attention", "decode_attention", "kv_write"]
 
 # Bounds the float32 score matrix of a long prompt at heads * 256 * length.
 _MAX_QUERIES_PER_CHUNK = 256
@@ -81,6 +83,42 @@ def attention(
         tokens = slice(row.start, row.end)
         _attend(queries[tokens], keys[:, span].float(), values[:, span].float(), row.seq_len, outputs[tokens])
         cell += n * block_size
+
+
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor | None = None,
+    pdl: bool = False,
+) -> None:
+    """`rope`, `kv_write` and `attention` of a uniform step in turn, but q and k [T, H or G, D] stay as they are.
+
+    `num_splits`, `counters` and `pdl` only matter to the CUDA kernel.
+    """
+    q, k = q.clone(), k.clone()
+    rope(q, k, positions, cos_sin, q_norm, k_norm, eps)
+    kv_write(k, v, k_cache, v_cache, slot_mapping)
+    no_starts = row_slot  # not read with a query length
+    attention(
+        q, k_cache, v_cache, block_table, row_slot, no_starts, seq_lens, scale, query_len, num_rows, num_splits, out
+    )
 
 
 class _Row(NamedTuple):

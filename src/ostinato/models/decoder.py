@@ -1,10 +1,11 @@
 """The forward pass of a decoder, written once for Llama, Mistral, Qwen2 and Qwen3.
 
-It works at fixed addresses: token ids and positions come from the step buffers; q, k, v and the attention output pass
-through two workspaces that every layer and every recording share, so that an eager attention between two graphs
-exchanges nothing but those. `cut("attention", op)` marks the place where a recording may be cut.
+It works at fixed addresses: token ids and positions come from the step buffers; the residual stream, q, k, v and the
+attention output live in workspaces that every layer and every recording share, so that an eager attention between two
+graphs exchanges nothing but those. `cut("attention", op)` marks the place where a recording may be cut.
 
-Shapes: T tokens of the step, H query heads, G key/value heads, D head size, N blocks, B block size, V vocabulary.
+Shapes: T tokens of the step, R rows, H query heads, G key/value heads, D head size, N blocks, B block size, V
+vocabulary.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from ostinato.kernels import ops
+from ostinato.kernels.few_configs import MAX_FEW_ROWS
 from ostinato.models.config import ModelConfig
+from ostinato.models.projections import CompiledProjections, FewRowProjections, PlainProjections, Projections
 from ostinato.models.rope import cos_sin_table
 from ostinato.models.weights import DecoderWeights, LayerWeights
 
@@ -32,6 +34,7 @@ class AttentionArgs:
     query_start: torch.Tensor  # [Rmax + 1] int32
     seq_lens: torch.Tensor  # [Rmax] int32
     slot_mapping: torch.Tensor  # [Tmax] int32
+    counters: torch.Tensor  # [Rmax * G] int32, zero between steps
     num_rows: int
     query_len: int  # 0: ragged
     num_splits: int
@@ -41,9 +44,9 @@ class AttentionArgs:
 class Workspace:
     """Fixed buffers that all layers share."""
 
+    stream: torch.Tensor  # [Tmax, hidden]: the residual stream; after the last layer, what the final norm takes
     qkv: torch.Tensor  # [Tmax, (H + 2G) * D]
     attention_out: torch.Tensor  # [Tmax, H * D]
-    hidden: torch.Tensor  # [Tmax, hidden]: the last norm's output
 
 
 class Decoder:
@@ -54,9 +57,14 @@ class Decoder:
     ) -> None:
         self.config = config
         self.weights = weights
-        self.cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, weights.embed.device)
+        device = weights.embed.device
+        self.cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, device)
         self.scale = config.head_dim**-0.5
-        self._qkv, self._mlp = (_compiled_qkv, _compiled_mlp) if compile_layers else (_qkv, _mlp)
+        self._plain: Projections = CompiledProjections() if compile_layers else PlainProjections()
+        self._few: Projections = FewRowProjections()
+        half = weights.embed.dtype in (torch.float16, torch.bfloat16)
+        self._max_few_rows = MAX_FEW_ROWS if device.type == "cuda" and half and not compile_layers else 0
+        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def forward(
         self,
@@ -67,25 +75,37 @@ class Decoder:
         work: Workspace,
         cut: Cut,
     ) -> None:
-        """Leaves the normed hidden states of all T tokens in `work.hidden[:T]`."""
+        """Leaves the residual stream of all T tokens, final norm not applied, in `work.stream[:T]`."""
         num_tokens, eps = token_ids.shape[0], self.config.rms_norm_eps
-        qkv, attention_out = work.qkv[:num_tokens], work.attention_out[:num_tokens]
+        project = self._projections(num_tokens)
+        stream, qkv, attention_out = (tensor[:num_tokens] for tensor in (work.stream, work.qkv, work.attention_out))
         query, key, value = self._split(qkv)
         out = attention_out.view(num_tokens, self.config.num_heads, self.config.head_dim)
 
-        residual = F.embedding(token_ids, self.weights.embed)
+        torch.index_select(self.weights.embed, 0, token_ids, out=stream)
         delta: torch.Tensor | None = None
         for layer, (k_cache, v_cache) in zip(self.weights.layers, caches, strict=True):
-            self._qkv(layer, delta, residual, eps, qkv)
-            ops.rope(query, key, positions, self.cos_sin, layer.q_norm, layer.k_norm, eps)
-            cut("attention", _Attention(query, key, value, k_cache, v_cache, args, self.scale, out))
-            delta = self._mlp(layer, attention_out, residual, eps)
-        assert delta is not None
-        work.hidden[:num_tokens].copy_(ops.add_rms_norm(delta, residual, self.weights.norm, eps))
+            project.qkv(layer, delta, stream, eps, qkv)
+            attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
+            if not args.query_len:
+                attend.rotate()
+            cut("attention", attend)
+            delta = project.mlp(layer, attention_out, stream, eps)
+        if delta is not None:
+            stream.add_(delta)
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, V], written to `out`."""
-        return torch.mm(hidden, self.weights.head.t(), out=out)
+    def logits(self, stream: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] of the residual stream -> [R, V], written to `out`."""
+        self._projections(stream.shape[0]).head(self.weights, stream, self.config.rms_norm_eps, out)
+        return out
+
+    def _projections(self, num_rows: int) -> Projections:
+        return self._few if num_rows <= self._max_few_rows else self._plain
+
+    @property
+    def uses_pdl(self) -> bool:
+        """Whether kernels may be launched programmatically (compute capability 9.0 on)."""
+        return self._pdl
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
@@ -100,19 +120,54 @@ class Decoder:
 @dataclass(frozen=True, slots=True)
 class _Attention:
     """Write this step's K and V, then attend. Called inside a graph, or between two as an eager segment: it holds views
-    of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive."""
+    of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive.
 
+    A uniform step does everything, rope included, in one op. A ragged one rotates first, inside the graph.
+    """
+
+    model: Decoder
+    layer: LayerWeights
+    positions: torch.Tensor
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
     args: AttentionArgs
-    scale: float
     out: torch.Tensor
 
+    def rotate(self) -> None:
+        model, layer = self.model, self.layer
+        eps = model.config.rms_norm_eps
+        ops.rope(self.query, self.key, self.positions, model.cos_sin, layer.q_norm, layer.k_norm, eps)
+
     def __call__(self) -> None:
-        a = self.args
+        model, layer, a = self.model, self.layer, self.args
+        if a.query_len:
+            ops.decode_attention(
+                self.query,
+                self.key,
+                self.value,
+                self.positions,
+                model.cos_sin,
+                layer.q_norm,
+                layer.k_norm,
+                model.config.rms_norm_eps,
+                a.slot_mapping,
+                self.k_cache,
+                self.v_cache,
+                a.block_table,
+                a.row_slot,
+                a.seq_lens,
+                model.scale,
+                a.query_len,
+                a.num_rows,
+                a.num_splits,
+                self.out,
+                a.counters,
+                model.uses_pdl,
+            )
+            return
         ops.kv_write(self.key, self.value, self.k_cache, self.v_cache, a.slot_mapping)
         ops.attention(
             self.query,
@@ -122,59 +177,9 @@ class _Attention:
             a.row_slot,
             a.query_start,
             a.seq_lens,
-            self.scale,
+            model.scale,
             a.query_len,
             a.num_rows,
             a.num_splits,
             self.out,
         )
-
-
-def _qkv(
-    layer: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, eps: float, out: torch.Tensor
-) -> None:
-    if delta is None:
-        normed = ops.rms_norm(residual, layer.input_norm, eps)
-    else:
-        normed = ops.add_rms_norm(delta, residual, layer.input_norm, eps)
-    if layer.qkv_bias is None:
-        torch.mm(normed, layer.qkv.t(), out=out)
-    else:
-        torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=out)
-
-
-def _mlp(layer: LayerWeights, attention_out: torch.Tensor, residual: torch.Tensor, eps: float) -> torch.Tensor:
-    delta = F.linear(attention_out, layer.o, layer.o_bias)
-    normed = ops.add_rms_norm(delta, residual, layer.post_norm, eps)
-    gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
-    return F.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
-
-
-def _compiled_qkv(
-    layer: LayerWeights, delta: torch.Tensor | None, residual: torch.Tensor, eps: float, out: torch.Tensor
-) -> None:
-    from ostinato.models.compiled import layer_input
-
-    layer_input(delta, residual, layer.input_norm, layer.qkv, layer.qkv_bias, eps, out)
-
-
-def _compiled_mlp(
-    layer: LayerWeights, attention_out: torch.Tensor, residual: torch.Tensor, eps: float
-) -> torch.Tensor:
-    from ostinato.models.compiled import layer_mlp
-
-    delta = torch.empty_like(residual)
-    layer_mlp(
-        attention_out,
-        residual,
-        layer.o,
-        layer.o_bias,
-        layer.post_norm,
-        layer.gate_up,
-        layer.gate_up_bias,
-        layer.down,
-        layer.down_bias,
-        eps,
-        delta,
-    )
-    return delta

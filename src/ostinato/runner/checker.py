@@ -114,7 +114,7 @@ class StepChecker:
         for name in self._buffers.pads:
             getattr(self._buffers, name).fill_(_OUT_OF_RANGE)
         work = self._buffers.work
-        for tensor in (work.qkv, work.attention_out, work.hidden, self._buffers.logits):
+        for tensor in (work.stream, work.qkv, work.attention_out, self._buffers.logits):
             tensor.fill_(float("nan"))
 
     # -- what Twin needs ---------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class StepChecker:
         seen = {
             "logits": buffers.logits[:num_rows],
             "sampled": buffers.sampled[:num_rows],
-            "hidden": buffers.work.hidden[:num_tokens],
+            "stream": buffers.work.stream[:num_tokens],
             "kv": written,
             "num_tokens": self._state["num_tokens"],
             "num_computed": self._state["num_computed"],
@@ -153,7 +153,7 @@ class StepChecker:
         first = index[0] if index else 0
         if name in ("logits", "sampled", "seq_lens", "logit_index"):
             row = first
-        elif name in ("hidden", "kv", "token_ids", "positions", "slot_mapping"):
+        elif name in ("stream", "kv", "token_ids", "positions", "slot_mapping"):
             row, left = 0, first
             while row < plan.num_rows and left >= plan.rows[row].num_tokens:
                 left -= plan.rows[row].num_tokens

@@ -54,10 +54,12 @@ class StepBuffers:
         self.logit_index = ints(max_rows, 0)
         self.sampled = ints(max_rows, -1)
         self.work = Workspace(
+            stream=floats(max_tokens, config.hidden_size),
             qkv=floats(max_tokens, config.qkv_size),
             attention_out=floats(max_tokens, config.query_size),
-            hidden=floats(max_tokens, config.hidden_size),
         )
+        # zero between steps: the last program of a row and head to finish resets its own
+        self.attention_counters = ints(max_rows * config.num_kv_heads, 0)
         self.logits = floats(max_rows, config.vocab_size)
         self.adjusted = floats(max_rows, config.vocab_size, kind=torch.float32)
         self.logprob_values = floats(max_rows, LOGPROB_COLUMNS, kind=torch.float32)
@@ -67,9 +69,9 @@ class StepBuffers:
         self.ring = torch.full((ring_depth, max_rows), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in (*self.pads, "logits", "adjusted", "logprob_values", "logprob_ids", "ring"):
+        for name in (*self.pads, "attention_counters", "logits", "adjusted", "logprob_values", "logprob_ids", "ring"):
             yield f"inputs.{name}", getattr(self, name)
-        for name in ("qkv", "attention_out", "hidden"):
+        for name in ("stream", "qkv", "attention_out"):
             yield f"work.{name}", getattr(self.work, name)
 
     def num_bytes(self) -> int:

@@ -66,13 +66,13 @@ class PromptLogprobs:
         )
 
 
-def prompt_logprobs(model: Decoder, hidden: torch.Tensor, target_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """`hidden` [n, hidden] are the normed states that predict `target_ids`. Runs eagerly, behind the step."""
+def prompt_logprobs(model: Decoder, stream: torch.Tensor, target_ids: Sequence[int], num_top: int) -> PromptLogprobs:
+    """`stream` [n, hidden] are the final states, before the norm, that predict `target_ids`. Eager, behind the step."""
     pieces: list[tuple[torch.Tensor, ...]] = []
-    targets = torch.tensor(target_ids, dtype=torch.int64, device=hidden.device)
+    targets = torch.tensor(target_ids, dtype=torch.int64, device=stream.device)
     for begin in range(0, len(target_ids), _CHUNK_ROWS):
-        rows, wanted = hidden[begin : begin + _CHUNK_ROWS], targets[begin : begin + _CHUNK_ROWS, None]
-        raw = torch.mm(rows, model.weights.head.t()).float()
+        rows, wanted = stream[begin : begin + _CHUNK_ROWS], targets[begin : begin + _CHUNK_ROWS, None]
+        raw = model.logits(rows, rows.new_empty((rows.shape[0], model.config.vocab_size))).float()
         table = torch.log_softmax(raw, dim=-1)
         chosen = table.gather(1, wanted)
         ranks = (table > chosen).sum(dim=-1) + 1

@@ -238,8 +238,11 @@ class Runner:
 
     def _head(self, num_rows: int, query_len: int) -> None:
         state, buffers = self.state, self.buffers
-        hidden = buffers.work.hidden.index_select(0, buffers.logit_index[:num_rows])
-        logits = self.model.logits(hidden, buffers.logits[:num_rows])
+        if query_len == 1:  # every row's last token is its only one
+            stream = buffers.work.stream[:num_rows]
+        else:
+            stream = buffers.work.stream.index_select(0, buffers.logit_index[:num_rows])
+        logits = self.model.logits(stream, buffers.logits[:num_rows])
         row_slot = state["row_slot"][:num_rows]
         ops.sample(logits, row_slot, self._sampling, buffers.adjusted, buffers.sampled)
         ops.logprobs(
@@ -268,6 +271,7 @@ class Runner:
             query_start=state["query_start"],
             seq_lens=buffers.seq_lens,
             slot_mapping=buffers.slot_mapping,
+            counters=buffers.attention_counters,
             num_rows=key.num_rows,
             query_len=key.query_len or 0,
             num_splits=splits if key.query_len else 1,
@@ -321,9 +325,9 @@ class Runner:
                 count = min(row.num_tokens, admission.num_prompt_tokens - 1 - row.start)
                 if count > 0:
                     targets = admission.token_ids[row.start + 1 : row.start + 1 + count]
-                    hidden = self.buffers.work.hidden[first : first + count]
+                    stream = self.buffers.work.stream[first : first + count]
                     num_top = admission.params.prompt_logprobs or 0
-                    found[row.request_id] = logprobs.prompt_logprobs(self.model, hidden, targets, num_top)
+                    found[row.request_id] = logprobs.prompt_logprobs(self.model, stream, targets, num_top)
             first += row.num_tokens
         return found
 

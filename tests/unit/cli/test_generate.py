@@ -97,6 +97,7 @@ def test_bench_modes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[s
             assert (row["runtime_mode"], row["graph_launches"], row["eager_calls"]) == ("FULL", 1, 0)
             assert row["padded_rows"] == row["batch"]
             assert row["kernel_nodes"] > 0
-            assert row["tpot_median_ms"] >= row["tpot_min_ms"] - row["spread_ms"]
+            assert row["spread_ms"] >= 0
+            assert row["ttft_ms"] > 0
     assert len(by_mode["FULL"]["recordings"]) == by_mode["FULL"]["num_recordings"]
     assert {"python", "torch", "ostinato", "device"} <= report["environment"].keys()

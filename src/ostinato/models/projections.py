@@ -1,0 +1,112 @@
+"""The matrix products of a layer and what is fused around them, in three versions that compute the same.
+
+`stream` is the residual stream [T, C]. A version either adds what attention and MLP give to it at once, or hands it on
+as `delta` for the next norm to add: `mlp` returns what is still to be added, or None.
+
+T tokens of the step, R rows, C hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from ostinato.kernels import ops
+from ostinato.models.weights import DecoderWeights, LayerWeights
+
+
+class Projections(Protocol):
+    def qkv(
+        self, layer: LayerWeights, delta: torch.Tensor | None, stream: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        """Adds `delta` to the stream; `out` [T, (H + 2G) * D] is q, k and v of the normed stream."""
+
+    def mlp(
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        """Output projection, norm and MLP. Returns what is still to be added to the stream."""
+
+    def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        """`out` [R, V] are the logits of `stream` [R, C]."""
+
+
+class PlainProjections:
+    """cuBLAS (or the CPU's library) and one kernel for everything between: any number of tokens."""
+
+    def qkv(
+        self, layer: LayerWeights, delta: torch.Tensor | None, stream: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        if delta is None:
+            normed = ops.rms_norm(stream, layer.input_norm, eps)
+        else:
+            normed = ops.add_rms_norm(delta, stream, layer.input_norm, eps)
+        if layer.qkv_bias is None:
+            torch.mm(normed, layer.qkv.t(), out=out)
+        else:
+            torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=out)
+
+    def mlp(
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        delta = F.linear(attention_out, layer.o, layer.o_bias)
+        normed = ops.add_rms_norm(delta, stream, layer.post_norm, eps)
+        gate_up = F.linear(normed, layer.gate_up, layer.gate_up_bias)
+        return F.linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+
+    def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        torch.mm(ops.rms_norm(stream, weights.norm, eps), weights.head.t(), out=out)
+
+
+class FewRowProjections:
+    """CUDA, a few rows: products that stream the weights once, with norm, activation and residual inside."""
+
+    def qkv(
+        self, layer: LayerWeights, delta: torch.Tensor | None, stream: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        ops.few_norm_linear(stream, layer.input_norm, layer.qkv, layer.qkv_bias, eps, out)
+
+    def mlp(
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        ops.few_linear_residual(attention_out, layer.o, layer.o_bias, stream)
+        gated = stream.new_empty((stream.shape[0], layer.down.shape[1]))
+        ops.few_gate_up_silu(stream, layer.post_norm, layer.gate_up, layer.gate_up_bias, eps, gated)
+        ops.few_linear_residual(gated, layer.down, layer.down_bias, stream)
+        return None
+
+    def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        ops.few_norm_linear(stream, weights.norm, weights.head, None, eps, out)
+
+
+class CompiledProjections(PlainProjections):
+    """`torch.compile` over the functions of a layer (`models.compiled`); the head stays plain."""
+
+    def qkv(
+        self, layer: LayerWeights, delta: torch.Tensor | None, stream: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        from ostinato.models.compiled import layer_input
+
+        layer_input(delta, stream, layer.input_norm, layer.qkv, layer.qkv_bias, eps, out)
+
+    def mlp(
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        from ostinato.models.compiled import layer_mlp
+
+        delta = torch.empty_like(stream)
+        layer_mlp(
+            attention_out,
+            stream,
+            layer.o,
+            layer.o_bias,
+            layer.post_norm,
+            layer.gate_up,
+            layer.gate_up_bias,
+            layer.down,
+            layer.down_bias,
+            eps,
+            delta,
+        )
+        return delta

@@ -87,7 +87,7 @@ def test_graphs_equal_eager(small_model: ModelFactory, device: torch.device, dty
     for mode in ("FULL_AND_PIECEWISE", "FULL"):
         with open_llm(model, device, dtype, mode) as llm:
             outputs = llm.generate(PROMPTS, params)
-            assert llm.stats().num_checked > 4
+            assert llm.stats().num_checked >= 3
             assert "FULL" in modes_of(llm)
         assert_near_oracle(model, outputs, NEAR_TIE[dtype])
         assert_same_up_to_near_ties(eager, outputs, NEAR_TIE[dtype])

@@ -153,7 +153,7 @@ def _print(report: dict[str, Any], sizes: Footprint) -> None:
         f"a decode step reads {format_bytes(sizes.read_bytes)} of weights"
         + (f", floor {report['floor_ms']:.3f} ms" if report["floor_ms"] else "")
     )
-    columns = ("mode", "batch", "TPOT ms", "median", "spread", "TTFT ms", "runs as", "graphs", "eager calls", "nodes")
+    columns = ("mode", "batch", "TPOT ms", "median", "spread", "TTFT ms", "runs as", "graphs", "eager", "nodes")
     table = make_table(*columns, *(["of floor"] if report["floor_ms"] else []))
     for result in report["results"]:
         for row in result["timings"]:

@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ostinato.cli.options import add_engine_options, add_sampling_options, engine_options, sampling_params
 from ostinato.cli.session import DOUBLING_SIZES, open_llm
@@ -16,7 +16,6 @@ from ostinato.errors import ConfigError, OstinatoError
 
 if TYPE_CHECKING:
     from ostinato.engine.llm import LLM
-    from ostinato.engine.output import Delta
     from ostinato.request import SamplingParams
 
 DEFAULTS: dict[str, Any] = {"max_tokens": 1024, "temperature": 0.7}
@@ -83,14 +82,13 @@ class Conversation:
         """One turn. A stopped answer stays in the conversation as far as it came; a refused one leaves no trace."""
         asked = [*self.messages, {"role": "user", "content": text}]
         answer = ""
-        with _stop_on_interrupt() as stopped:
-            stream = self._llm.stream(self._llm.chat_prompt(asked), self._params)
-            with contextlib.closing(cast("Generator[Delta, None, None]", stream)) as deltas:
-                for delta in deltas:
-                    answer += delta.text
-                    print(delta.text, end="", flush=True)
-                    if stopped():
-                        break
+        stream = self._llm.stream(self._llm.chat_prompt(asked), self._params)
+        with _stop_on_interrupt() as stopped, contextlib.closing(stream) as deltas:
+            for delta in deltas:
+                answer += delta.text
+                print(delta.text, end="", flush=True)
+                if stopped():
+                    break
         print(" [stopped]" if stopped() else "")
         self.messages = [*asked, {"role": "assistant", "content": answer}]
 

@@ -40,7 +40,7 @@ FOLLOW_UP = "Which river runs through it?"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ostinato demo [OPTIONS]"
     parser.add_argument("--model", default="smollm2", metavar="MODEL", help="a model with a chat template [smollm2]")
-    parser.add_argument("--max-tokens", type=int, default=40, metavar="N", help="tokens of an answer [40]")
+    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of an answer [32]")
     add_options(parser, "engine options", ENGINE_OPTIONS, EngineConfig, **ENGINE_DEFAULTS)
 
 

@@ -138,6 +138,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         max_in_flight=max_in_flight,
         seed=config.seed,
     )
+    clock.lap("scheduler")
     built = Built(engine, config, model_config, pool, dtype, device, max_model_len, uniform, mixed, clock.seconds)
     _report(built)
     return built

@@ -20,6 +20,7 @@ from ostinato.runner.state import RequestState
 from ostinato.step import StepPlan
 
 _OUT_OF_RANGE = 0x3FFFFFFF
+_DERIVED = ("token_ids", "positions", "slot_mapping", "seq_lens", "logit_index")
 
 
 class StepChecker:
@@ -132,19 +133,19 @@ class StepChecker:
         num_rows, num_tokens = plan.num_rows, plan.num_tokens
         slots = buffers.slot_mapping[:num_tokens].long()
         written = self._storage.pool[slots // self._block_size, :, :, slots % self._block_size]
-        seen = {
+        # in the order of the step, so that an error names the first thing that went wrong
+        seen = {name: getattr(buffers, name) for name in _DERIVED}
+        seen |= {
+            "kv": written,
+            "stream": buffers.work.stream[:num_tokens],
             "logits": buffers.logits[:num_rows],
             "sampled": buffers.sampled[:num_rows],
-            "stream": buffers.work.stream[:num_tokens],
-            "kv": written,
             "num_tokens": self._state["num_tokens"],
             "num_computed": self._state["num_computed"],
             "tokens": self._state["tokens"],
             "block_table": self._state["block_table"],
             "output_counts": self._state.output_counts,
         }
-        for name in ("token_ids", "positions", "slot_mapping", "seq_lens", "logit_index"):
-            seen[name] = getattr(buffers, name)
         return {name: tensor.clone() for name, tensor in seen.items()}
 
     def _describe(self, name: str, index: tuple[int, ...]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
 
 from ostinato.errors import CapacityError, ConfigError
@@ -40,7 +42,9 @@ class KVPool:
 
 
 def cpu_pool(config: ModelConfig, block_size: int, dtype: torch.dtype, num_blocks: int) -> KVPool:
-    pool = torch.zeros(pool_shape(config, num_blocks, block_size), dtype=dtype)
+    shape = pool_shape(config, num_blocks, block_size)
+    # numpy asks the system for zero pages, which cost nothing until they are used; torch.zeros writes them all
+    pool = torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
     return KVPool(KVStorage(pool), num_blocks, None)
 
 

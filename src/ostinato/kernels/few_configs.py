@@ -11,8 +11,8 @@ from typing import Final, Literal
 
 __all__ = ["MAX_FEW_ROWS", "FewConfig", "Kind", "few_config"]
 
-MAX_FEW_ROWS: Final = 4
-"""More rows than this take a matrix product: the sums of products would outlast the stream of weights."""
+MAX_FEW_ROWS: Final = 8
+"""The columns of the matrix instruction that `triton_few_dot` uses."""
 
 Kind = Literal["norm", "gated", "residual"]
 """Norm and linear; norm, gate, up and SwiGLU's product; linear and residual add."""
@@ -22,43 +22,46 @@ _LINE_BYTES: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class FewConfig:
-    """The tiling of one projection [num_out, size]."""
+    """The kernel and the tiling of one projection [num_out, size]."""
 
     block_n: int
     """Output rows of a tile (gated: of the gate, and as many of up)."""
     block_k: int
-    """Inputs of a tile, a power of two; with a norm in front not below `size`."""
+    """Inputs of a tile, a power of two. With a norm in front and multiply-adds, not below `size`."""
     num_warps: int
     programs_per_sm: int
     """Programs per multiprocessor: at most so many, each of which walks over the output rows."""
     prefetch: int
     """Blocks of output rows asked for in L2 before the wait, beside the tile that is loaded."""
+    dot: bool = False
+    """Tensor cores instead of multiply-adds: `block_n` from 16 on, and `block_k` is split among the warps."""
 
     def num_programs(self, num_out: int, num_multiprocessors: int) -> int:
         """The launch grid: one wave, or fewer where there are not as many blocks."""
         return min(self.programs_per_sm * num_multiprocessors, _ceil_div(num_out, self.block_n))
 
-    def compile_time(self, size: int, num_rows: int, element_size: int) -> dict[str, int]:
-        """The compile-time arguments that both kernels share."""
-        lines = _ceil_div(self.block_n * size * element_size, _LINE_BYTES) + 1  # one more: rows need not be aligned
-        return {
-            "SIZE": size,
-            "T": num_rows,
-            "BLOCK_N": self.block_n,
-            "BLOCK_K": self.block_k,
-            "PREFETCH_LINES": _next_power_of_2(lines - (lines > 1 and size * element_size % _LINE_BYTES == 0)),
-        }
+    def tile(self, size: int, element_size: int) -> dict[str, int]:
+        """The compile-time arguments which describe a tile."""
+        block_bytes = self.block_n * size * element_size
+        num_lines = _ceil_div(block_bytes, _LINE_BYTES) + (size * element_size % _LINE_BYTES != 0)
+        lines = {"BLOCK_N": self.block_n, "PREFETCH_LINES": _next_power_of_2(num_lines)}
+        if self.dot:
+            return lines | {"SPLIT": self.num_warps, "WIDTH": self.block_k // self.num_warps}
+        return lines | {"BLOCK_K": self.block_k}
 
 
 def few_config(kind: Kind, num_out: int, size: int, num_rows: int) -> FewConfig:
     """The config of a projection [num_out, size] (gated: of each half) at 1 to MAX_FEW_ROWS rows."""
-    return _TUNED.get((kind, num_out, size, num_rows)) or _by_shape(kind, num_out, size, num_rows)
+    rows = _next_power_of_2(num_rows)
+    return _TUNED.get((kind, num_out, size, rows)) or _by_shape(kind, size, rows)
 
 
-def _by_shape(kind: Kind, num_out: int, size: int, num_rows: int) -> FewConfig:
-    block_k = _next_power_of_2(size)
-    if kind == "residual":
-        block_k = min(block_k, 2048)
+def _by_shape(kind: Kind, size: int, num_rows: int) -> FewConfig:
+    """TODO"""
+    whole = _next_power_of_2(size)
+    if num_rows > 2:
+        return FewConfig(16, 512, 4, 3, 1, dot=True)
+    block_k = min(whole, 2048) if kind == "residual" else whole
     num_warps = min(max(block_k // 512, 1), 16)
     return FewConfig(2, block_k, num_warps, 4, 1)
 
@@ -71,4 +74,20 @@ def _next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-_TUNED: Final[dict[tuple[Kind, int, int, int], FewConfig]] = {}
+_TUNED: Final[dict[tuple[Kind, int, int, int], FewConfig]] = {
+    ("norm", 3072, 2048, 1): FewConfig(4, 2048, 4, 4, 0),
+    ("residual", 2048, 2048, 1): FewConfig(4, 1024, 4, 8, 1),
+    ("gated", 8192, 2048, 1): FewConfig(1, 2048, 2, 16, 0),
+    ("residual", 2048, 8192, 1): FewConfig(2, 4096, 8, 4, 0),
+    ("norm", 128256, 2048, 1): FewConfig(4, 2048, 8, 4, 1),
+    ("norm", 4096, 1024, 1): FewConfig(2, 1024, 1, 8, 0),
+    ("residual", 1024, 2048, 1): FewConfig(4, 2048, 4, 8, 0),
+    ("gated", 3072, 1024, 1): FewConfig(1, 1024, 1, 16, 0),
+    ("residual", 1024, 3072, 1): FewConfig(8, 2048, 8, 1, 1),
+    ("norm", 151936, 1024, 1): FewConfig(4, 1024, 4, 8, 1),
+    ("norm", 6144, 4096, 1): FewConfig(4, 4096, 8, 2, 1),
+    ("residual", 4096, 4096, 1): FewConfig(8, 2048, 8, 2, 0),
+    ("gated", 14336, 4096, 1): FewConfig(1, 4096, 4, 4, 1),
+    ("residual", 4096, 14336, 1): FewConfig(4, 8192, 16, 1, 1),
+    ("norm", 128256, 4096, 1): FewConfig(2, 4096, 4, 8, 1),
+}

@@ -11,13 +11,14 @@ the program, so the merging program sees every part, and it sets the counter bac
 the recording did.
 
 Programmatic dependent launch (`pdl`): the kernel may start while its predecessor runs. It lets its own successor start
-at once, then reads lengths, slots, tables and angles and prefetches its first tile of keys and values, then waits for
-the predecessor, then touches q, k, v and everything that it writes. What is read before the wait must be older than
-the predecessor. A successor's wait is transitive: when it returns, each kernel before has completed, since each has
-waited in turn. The part before the wait has no such guarantee: if kernels trigger before they wait, as this one does,
-it may run while kernels further back are still running. It is held up by the nearest earlier launch *without* the
-attribute, which begins after all before it is complete. So `pdl` asks for such a launch between the writer of the
-step's inputs (`prepare`) or of older cache cells, and this kernel. The embedding lookup of each step is one.
+at once, reads lengths, slots, tables and angles, prefetches its first tile of keys and values, and only then waits for
+the predecessor; q, k, v and all that it writes come after. The wait is transitive as long as every kernel launched so
+waits: what completed had waited in turn, so all earlier kernels are complete. (Programs that find no range end without
+waiting; each row has one that does wait, and a kernel is complete when all its programs are.) The part before the wait
+has no such promise: where kernels trigger before they wait, as this one does, it may run while kernels much further
+back still run. Only a launch *without* the attribute stops that, as it begins when all before it is complete. So `pdl`
+asks for one between this kernel and whatever wrote the step's integers (`prepare`), the block table and the older
+cells of this cache. The embedding lookup that follows `prepare` is one, and so is the first launch of the next step.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 
@@ -137,10 +138,11 @@ def decode_fused_kernel(
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
     MERGE: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (G, R, splits). SPLIT: there are several splits. MERGE: the last of them to finish merges."""
+    """Grid (G, R, splits). SPLIT: there are several splits. MERGE: the last of them to finish merges. NATIVE: not
+    in the interpreter."""
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_launch_dependents()
@@ -176,7 +178,7 @@ def decode_fused_kernel(
         angles = cos_sin + (at * cos_sin_stride)[:, None]
         new_at = tl.load(positions + new_token, mask=is_new, other=0).to(tl.int64)
         new_angles = cos_sin + (new_at * cos_sin_stride)[:, None]
-    if PREFETCH and last_tile > first_tile:
+    if NATIVE and last_tile > first_tile:
         prefetch_tile(
             k_head, v_head, table, first_tile * TILE, num_cached,
             k_cache_stride_block, k_cache_stride_cell, v_cache_stride_block, v_cache_stride_cell,
@@ -200,8 +202,8 @@ def decode_fused_kernel(
     if NORM:
         queries, q_other = normed(queries, q_other, q_scale, q_other_scale, eps, HEAD_SIZE)
         new_keys, k_other = normed(new_keys, k_other, k_scale, k_other_scale, eps, HEAD_SIZE)
-    queries = turned(queries, q_other, cos, sin)
-    new_keys = turned(new_keys, k_other, new_cos, new_sin).to(k_cache.dtype.element_ty)
+    queries = turned(queries, q_other, cos, sin, NATIVE)
+    new_keys = turned(new_keys, k_other, new_cos, new_sin, NATIVE).to(k_cache.dtype.element_ty)
     blocks, cells = (slots // BLOCK_SIZE).to(tl.int64), slots % BLOCK_SIZE
     k_cells = k_head + (blocks * k_cache_stride_block + cells * k_cache_stride_cell)[:, None] + dims[None, :]
     v_cells = v_head + (blocks * v_cache_stride_block + cells * v_cache_stride_cell)[:, None] + dims[None, :]
@@ -305,7 +307,7 @@ def decode_attention(
         out.stride(0), out.stride(1),
         **shape, NEW_PAD=config.new_pad, HALF=half, VECTOR=config.vector, NORM=q_norm is not None,
         NUM_QUERIES=config.tiles.num_queries, SPLIT=split, MERGE=split and counters is not None,
-        PREFETCH=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
+        NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
         num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, launch_pdl=pdl,
     )  # fmt: skip
     if split and counters is None:

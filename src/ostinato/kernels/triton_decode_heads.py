@@ -56,9 +56,15 @@ def normed(value, other, scale, other_scale, eps, HEAD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def turned(value, other, cos, sin):
-    """The rotation in float32, rounded once."""
-    return (value.to(tl.float32) * cos + other.to(tl.float32) * sin).to(value.dtype)
+def turned(value, other, cos, sin, NATIVE: tl.constexpr):
+    """The rotation in float32, rounded once. NATIVE: not in the interpreter, which has no inline assembly."""
+    result = (value.to(tl.float32) * cos + other.to(tl.float32) * sin).to(value.dtype)
+    if NATIVE:
+        # What the compiler does not see through it cannot move: without this it turns keys in the layout of the matrix
+        # product that follows, every element once per warp, which takes twice the registers and spills at D = 256.
+        pack: tl.constexpr = 32 // result.dtype.primitive_bitwidth
+        result = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [result], result.dtype, is_pure=False, pack=pack)
+    return result
 
 
 @triton.jit

@@ -72,7 +72,7 @@ def merge_parts(
     acc = tl.zeros([LIVE_PAD, HEAD_PAD], dtype=tl.float32)
     peak = tl.full([LIVE_PAD], float("-inf"), dtype=tl.float32)
     total = tl.zeros([LIVE_PAD], dtype=tl.float32)
-    for begin in tl.range(0, num_active, CHUNK, num_stages=1):
+    for begin in range(0, num_active, CHUNK):
         chunk = begin + tl.arange(0, CHUNK)
         part = (first + chunk)[:, None] * (QUERY_LEN * GROUP) + packed[None, :]
         wrote = (chunk < num_active)[:, None]

@@ -26,13 +26,14 @@ SHAPES: list[tuple[int, int, int, bool, bool, bool, bool]] = [
     (128, 2, 1, True, True, True, True),
     (128, 4, 8, True, True, True, True),
     (256, 8, 1, False, True, True, False),
+    (256, 4, 1, True, True, True, True),
     (128, 16, 4, False, True, False, True),
 ]
 ELEMENT_SIZE = 2
 
 
-def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
-    """Kernel, compile-time arguments, warps, stages."""
+def cases() -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """Kernel, compile-time arguments, launch options."""
     for head_size, group, query_len, norm, split, merge, pdl in SHAPES:
         config = fused_config(query_len, group, head_size, head_size // 2, ELEMENT_SIZE)
         tiles = config.tiles
@@ -43,11 +44,12 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
         }  # fmt: skip
         own = {
             "NEW_PAD": config.new_pad, "HALF": head_size // 2, "VECTOR": config.vector, "NORM": norm,
-            "NUM_QUERIES": tiles.num_queries, "SPLIT": split, "MERGE": merge, "PREFETCH": True,
+            "NUM_QUERIES": tiles.num_queries, "SPLIT": split, "MERGE": merge, "NATIVE": True,
         }  # fmt: skip
-        yield decode_fused_kernel, shape | own, tiles.num_warps, tiles.num_stages
+        options = {"num_warps": tiles.num_warps, "launch_pdl": pdl}
+        yield decode_fused_kernel, shape | own, options | {"num_stages": tiles.num_stages}
         if split and not merge:
-            yield merge_kernel, shape, tiles.num_warps, 3
+            yield merge_kernel, shape, options
 
 
 def argument_type(name: str) -> str:
@@ -61,7 +63,7 @@ def argument_type(name: str) -> str:
 
 
 def main() -> None:
-    for kernel, choices, num_warps, num_stages in cases():
+    for kernel, choices, options in cases():
         names = kernel.arg_names
         signature = {name: "constexpr" if name in choices else argument_type(name) for name in names}
         aligned = {
@@ -70,13 +72,12 @@ def main() -> None:
             if signature[name].startswith("*") or "stride" in name
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=choices, attrs=aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": choices["PDL"]}
         compiled = triton.compile(source, target=TARGET, options=options)
         ptx = compiled.asm["ptx"]
         report = {
             "kernel": kernel.__name__,
             "choices": choices,
-            "num_warps": num_warps,
+            "num_warps": options["num_warps"],
             "shared_bytes": compiled.metadata.shared,
             "copies_ahead": ptx.count("cp.async.cg"),
             "waits": ptx.count("griddepcontrol.wait"),

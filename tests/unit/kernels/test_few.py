@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ops_case import GPU, require_triton
 from torch import Tensor
 
 from ostinato.kernels import ops, reference, reference_few
-from ostinato.kernels.few_configs import FewConfig
+from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind
 
 EPS = 1e-5
 DEVICE = "cuda" if GPU else "cpu"
@@ -19,10 +20,12 @@ DEVICE = "cuda" if GPU else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16] if GPU else [torch.float32, torch.float16]
 # Two rounding steps of outputs of size 4: sums of products run in another order, and what follows is rounded again.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 8e-3, torch.bfloat16: 6.4e-2}
-NAMES = ["few_norm_linear", "few_gate_up_silu", "few_linear_residual"]
+KINDS: dict[str, Kind] = {"few_norm_linear": "norm", "few_gate_up_silu": "gated", "few_linear_residual": "residual"}
+NAMES = list(KINDS)
 
 # (rows, outputs, inputs): odd sizes, more blocks than programs, fewer outputs than a block.
 SHAPES = [(1, 1, 24), (2, 9, 16), (3, 13, 19), (4, 21, 12)]
+DOT_SHAPES = [(2, 50, 64), (3, 37, 100), (8, 21, 150)]
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
@@ -41,18 +44,19 @@ class Case:
     bias: Tensor | None  # [2 N]
     target: Tensor  # [T, N]
 
-    def run(self, module: object, name: str, *config: object) -> Tensor:
-        """The op's result, on the CPU; what it writes to starts as `target`."""
-        function: Callable[..., None] = getattr(module, name)
+    def run(self, module: Any, name: str, config: FewConfig | None = None) -> Tensor:
+        """The op's result, on the CPU; what it writes to starts as `target`. A config is for `triton_few.launch`."""
         wide = torch.full((self.target.shape[0], self.target.shape[1] + 3), 7.0).to(self.target)
         out = wide[:, 1:-2].copy_(self.target)
-        half = None if self.bias is None else self.bias[: self.weight.shape[0]]
-        if name in ("few_linear_residual", "launch_linear_residual"):
-            function(*config, self.residual, self.weight, half, out)
-        elif name == "few_gate_up_silu":
-            function(*config, self.residual, self.norm_weight, self.gate_up, self.bias, EPS, out)
+        weight = self.gate_up if name == "few_gate_up_silu" else self.weight
+        bias = None if self.bias is None else self.bias[: weight.shape[0]]
+        if config is not None:
+            norm_weight = None if name == "few_linear_residual" else self.norm_weight
+            module.launch(config, KINDS[name], self.residual, norm_weight, weight, bias, EPS, out)
+        elif name == "few_linear_residual":
+            module.few_linear_residual(self.residual, weight, bias, out)
         else:
-            function(*config, self.residual, self.norm_weight, self.weight, half, EPS, out)
+            getattr(module, name)(self.residual, self.norm_weight, weight, bias, EPS, out)
         edges = torch.cat((wide[:, :1], wide[:, -2:]), 1)
         assert torch.equal(edges, torch.full_like(edges, 7.0))
         return out.cpu()
@@ -100,7 +104,21 @@ def test_kernels(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> 
     from ostinato.kernels import triton_few
 
     given = case(*shape, dtype, bias=shape[0] % 2 == 1)
-    close(given.on(DEVICE).run(triton_few, name), given.run(reference_few, name))
+    size = max(16, 1 << (shape[2] - 1).bit_length())
+    multiply_add = FewConfig(4, size, num_warps=1, programs_per_sm=1, prefetch=1)
+    close(given.on(DEVICE).run(triton_few, name, multiply_add), given.run(reference_few, name))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", DOT_SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_on_tensor_cores(name: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    require_triton()
+    from ostinato.kernels import triton_few
+
+    given = case(*shape, dtype, bias=shape[0] % 2 == 1)
+    config = FewConfig(16, 64, num_warps=2, programs_per_sm=1, prefetch=2, dot=True)
+    close(given.on(DEVICE).run(triton_few, name, config), given.run(reference_few, name))
 
 
 @pytest.mark.parametrize(("block_n", "block_k"), [(1, 16), (4, 32), (8, 64)])
@@ -110,8 +128,18 @@ def test_inputs_of_several_tiles(block_n: int, block_k: int) -> None:
 
     given = case(3, 27, 50, torch.float16)
     config = FewConfig(block_n, block_k, num_warps=1, programs_per_sm=1, prefetch=2)
-    actual = given.on(DEVICE).run(triton_few, "launch_linear_residual", config)
+    actual = given.on(DEVICE).run(triton_few, "few_linear_residual", config)
     close(actual, given.run(reference_few, "few_linear_residual"))
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
+def test_ops_choose_a_kernel_themselves(num_rows: int) -> None:
+    require_triton()
+    from ostinato.kernels import triton_few
+
+    given = case(num_rows, 20, 24, torch.float16)
+    for name in NAMES:
+        close(given.on(DEVICE).run(triton_few, name), given.run(reference_few, name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -127,13 +155,13 @@ def test_a_row_does_not_depend_on_the_others(name: str) -> None:
     assert results[1][1].isnan().all()
 
 
-@pytest.mark.parametrize("num_rows", [0, 5])
+@pytest.mark.parametrize("num_rows", [0, MAX_FEW_ROWS + 1])
 def test_other_numbers_of_rows_are_refused(num_rows: int) -> None:
     require_triton()
     from ostinato.kernels import triton_few
 
     for name in NAMES:
-        with pytest.raises(ValueError, match=f"1 to 4 rows, got {num_rows}; use the separate ops"):
+        with pytest.raises(ValueError, match=f"1 to {MAX_FEW_ROWS} rows, got {num_rows}; use the separate ops"):
             case(num_rows, 5, 8, torch.float32).on(DEVICE).run(triton_few, name)
 
 
@@ -156,7 +184,7 @@ def test_ops_mutate_what_their_schemas_say(name: str, bias: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8])
 def test_a_chain_in_a_graph_waits_for_what_it_reads(num_rows: int) -> None:
     """Each kernel starts before its predecessor ends: 24 layers, replayed, give the bits of kernels run one by one."""
     size, inner, eps = 512, 1376, 1e-5

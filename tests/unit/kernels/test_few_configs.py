@@ -1,0 +1,65 @@
+"""Whatever the shape, a config is one that the kernels accept."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind, few_config
+
+KINDS = get_args(Kind)
+
+
+def is_power_of_2(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+@given(
+    kind=st.sampled_from(KINDS),
+    num_out=st.integers(1, 200_000),
+    size=st.integers(1, 32_768),
+    num_rows=st.integers(1, MAX_FEW_ROWS),
+)
+def test_every_shape_has_a_config_that_covers_it(kind: Kind, num_out: int, size: int, num_rows: int) -> None:
+    config = few_config(kind, num_out, size, num_rows)
+    assert config == few_config(kind, num_out, size, num_rows)
+    assert all(is_power_of_2(n) for n in (config.block_n, config.block_k, config.num_warps))
+    assert config.num_warps <= 16 and config.programs_per_sm >= 1
+    assert config.dot or num_rows <= 4
+    if config.dot:
+        assert config.block_n >= 8 and config.block_k >= 16 * config.num_warps
+    elif kind != "residual":
+        assert config.block_k >= size
+    assert 1 <= config.num_programs(num_out, 132) <= max(132 * config.programs_per_sm, 1)
+
+
+@given(size=st.integers(1, 20_000), block_n=st.sampled_from([1, 2, 16]), element_size=st.sampled_from([2, 4]))
+def test_prefetched_lines_cover_a_block(size: int, block_n: int, element_size: int) -> None:
+    lines = FewConfig(block_n, 16, 1, 1, 1).tile(size, element_size)["PREFETCH_LINES"]
+    assert is_power_of_2(lines)
+    for start in (0, size * element_size * block_n):  # blocks need not begin at a line
+        first, last = start // 128, (start + size * element_size * block_n - 1) // 128
+        assert last - first < lines
+
+
+def test_the_grid_is_one_wave_at_most() -> None:
+    config = FewConfig(4, 2048, 8, 3, 1)
+    assert config.num_programs(128_256, 132) == 3 * 132
+    assert config.num_programs(2_001, 132) == 396
+    assert config.num_programs(9, 132) == 3
+
+
+@pytest.mark.parametrize(("num_rows", "like"), [(3, 4), (5, 8), (7, 8)])
+def test_rows_between_are_padded_to_the_next_config(num_rows: int, like: int) -> None:
+    for kind in KINDS:
+        assert few_config(kind, 3072, 2048, num_rows) == few_config(kind, 3072, 2048, like)
+
+
+def test_configs_are_pure_python() -> None:
+    program = "import sys; import ostinato.kernels.few_configs; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -32,9 +32,7 @@ from ostinato.kernels.few_configs import FewConfig, Kind, few_config
 EPS: Final = 1e-5
 READ_BYTES_PER_S: Final = 4.61e12
 CHAIN_BYTES: Final = 300e6
-ROWS: Final = (1, 2, 4, 8)
-TUNED_ROWS: Final = (1, 2, 4)
-"""Eight rows compete with the tensor-core configs of four: to the dots they are the same work."""
+ROWS: Final = (1, 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,9 @@ def tilings(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
     whole = 1 << (size - 1).bit_length()
     halves = 2 if kind == "gated" else 1
     if num_rows <= 4:
-        blocks_k = [whole] if kind != "residual" else [k for k in (2048, 4096, 8192, 16384) if size / 7 <= k <= whole]
+        blocks_k = (
+            [whole] if kind != "residual" else [k for k in (1024, 2048, 4096, 8192, 16384) if size / 7 <= k <= whole]
+        )
         for block_k, num_warps, block_n in itertools.product(blocks_k, (1, 2, 4, 8, 16), (1, 2, 4, 8)):
             row = block_k // (32 * num_warps)  # numbers of one row that a thread holds
             tile = row * block_n * halves
@@ -214,7 +214,6 @@ class Tuner:
                 other = replace(config, prefetch=prefetch)
                 timed.append((self.chain_us(shape, num_rows, other), other))
         self.ranking[shape, num_rows] = sorted(timed, key=lambda entry: entry[0])
-        self.ranking[shape, 8] = [entry for entry in self.ranking[shape, num_rows] if entry[1].dot]
 
     def step_ms(self, one: Model, num_rows: int, project: Callable[..., None], replays: int = 2) -> float:
         """A step's projections, each reading what the one before wrote."""
@@ -281,7 +280,7 @@ def main() -> None:
     candidates = [
         (kind, size, num_rows, config)
         for kind, size in sorted({(shape.kind, shape.size) for one in MODELS for shape in one.shapes})
-        for num_rows in TUNED_ROWS
+        for num_rows in ROWS
         for config in tilings(kind, size, num_rows)
     ]
     with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
@@ -291,7 +290,7 @@ def main() -> None:
 
     tuner = Tuner(options.seconds, started)
     report: dict[str, Any] = {"bad": bad, "shapes": [], "steps": []}
-    for num_rows, one in itertools.product(TUNED_ROWS, MODELS):
+    for num_rows, one in itertools.product(ROWS, MODELS):
         for shape in one.shapes:
             good = [c[3] for c in candidates if c[:3] == (shape.kind, shape.size, num_rows) and not verdicts[c]]
             tuner.rank(shape, num_rows, good)

@@ -1,9 +1,9 @@
-"""The fused projections for two to eight rows, on tensor cores. See `triton_few`.
+"""The fused projections for three or four rows, on tensor cores. See `triton_few`.
 
-A matrix instruction multiplies 16 rows of weights with 8 columns, of which as many are used as there are rows: it
-leaves the stream of weights no time to be anything but the bottleneck, where `triton_few_fma`'s multiply-adds, and its
-sums across lanes, grow with the rows. Each warp owns a part of a tile's inputs (the batch dimension of the dots); what
-the warps found is added up once per block of outputs.
+A matrix instruction multiplies 16 rows of weights with 8 columns, of which as many are used as there are rows, so that
+the arithmetic does not grow with the rows, as `triton_few_fma`'s does. But the weights have to go through shared memory
+to get into its layout. Each warp owns a part of a tile's inputs (the batch dimension of the dots); what the warps found
+is added up once per block of outputs.
 """
 # mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
 # A tuple that grows in an unrolled loop changes its type.
@@ -21,7 +21,7 @@ from ostinato.kernels.triton_few_tile import prefetch_weights, swiglu
 __all__ = ["dot_kernel"]
 
 COLUMNS = tl.constexpr(8)
-"""Of the matrix instruction: the most rows there may be."""
+"""Of the matrix instruction: the most rows that the kernel could take."""
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.kernels import ops
-from ostinato.kernels.few_configs import MAX_FEW_ROWS
+from ostinato.kernels.few_configs import max_few_rows
 from ostinato.models.config import ModelConfig
 from ostinato.models.projections import CompiledProjections, FewRowProjections, PlainProjections, Projections
 from ostinato.models.rope import cos_sin_table
@@ -63,7 +63,9 @@ class Decoder:
         self._plain: Projections = CompiledProjections() if compile_layers else PlainProjections()
         self._few: Projections = FewRowProjections()
         half = weights.embed.dtype in (torch.float16, torch.bfloat16)
-        self._max_few_rows = MAX_FEW_ROWS if device.type == "cuda" and half and not compile_layers else 0
+        self._max_few_rows = (
+            max_few_rows(config.hidden_size) if device.type == "cuda" and half and not compile_layers else 0
+        )
         self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def forward(

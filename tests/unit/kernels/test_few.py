@@ -132,7 +132,7 @@ def test_inputs_of_several_tiles(block_n: int, block_k: int) -> None:
     close(actual, given.run(reference_few, "few_linear_residual"))
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
 def test_ops_choose_a_kernel_themselves(num_rows: int) -> None:
     require_triton()
     from ostinato.kernels import triton_few
@@ -184,7 +184,7 @@ def test_ops_mutate_what_their_schemas_say(name: str, bias: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not GPU, reason="needs a CUDA device")
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4])
 def test_a_chain_in_a_graph_waits_for_what_it_reads(num_rows: int) -> None:
     """Each kernel starts before its predecessor ends: 24 layers, replayed, give the bits of kernels run one by one."""
     size, inner, eps = 512, 1376, 1e-5

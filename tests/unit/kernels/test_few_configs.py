@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind, few_config
+from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind, few_config, max_few_rows
 
 KINDS = get_args(Kind)
 
@@ -54,10 +54,14 @@ def test_the_grid_is_one_wave_at_most() -> None:
     assert config.num_programs(9, 132) == 3
 
 
-@pytest.mark.parametrize(("num_rows", "like"), [(3, 4), (5, 8), (7, 8)])
-def test_rows_between_are_padded_to_the_next_config(num_rows: int, like: int) -> None:
-    for kind in KINDS:
-        assert few_config(kind, 3072, 2048, num_rows) == few_config(kind, 3072, 2048, like)
+@pytest.mark.parametrize("kind", KINDS)
+def test_three_rows_take_the_config_of_four(kind: Kind) -> None:
+    assert few_config(kind, 3072, 2048, 3) == few_config(kind, 3072, 2048, 4)
+
+
+def test_large_models_leave_more_than_two_rows_to_the_separate_ops() -> None:
+    assert [max_few_rows(hidden_size) for hidden_size in (576, 2048, 4096, 8192)] == [4, 4, 2, 2]
+    assert max(map(max_few_rows, range(0, 9000, 100))) == MAX_FEW_ROWS
 
 
 def test_configs_are_pure_python() -> None:

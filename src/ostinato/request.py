@@ -112,7 +112,8 @@ class Request:
 
     `tokens` are the ids the host knows: prompt, then outputs as they are collected. `num_computed` counts the tokens
     whose KV has been *planned* (it runs ahead of what is collected when steps are in flight), and `num_in_flight` the
-    planned samples that have not been collected: `len(tokens) + num_in_flight` is the length once all are.
+    planned samples that have not been collected: `len(tokens) + num_in_flight` is the length once all are. `max_length`
+    is the length at which it ends, `kv_capacity` how many tokens its block table holds.
     """
 
     request_id: str
@@ -126,6 +127,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_in_flight: int = 0
+    max_length: int = 0
+    kv_capacity: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     slot: int | None = None

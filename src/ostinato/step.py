@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ostinato.request import SamplingParams
 
 
-@dataclass(frozen=True, slots=True)
-class RowPlan:
+class RowPlan(NamedTuple):
     """One request's part of a step: `num_tokens` tokens from position `start` of the sequence in state row `slot`.
 
-    `samples` is true when the step reaches the end of the known tokens, so that a new token comes out.
+    `samples` is true when the step reaches the end of the known tokens, so that a new token comes out. A tuple, because
+    every row of every step makes one.
     """
 
     request_id: str

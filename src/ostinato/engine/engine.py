@@ -6,7 +6,7 @@ from collections import deque
 
 from ostinato.engine.output import Delta, OutputState
 from ostinato.errors import CapacityError, ConfigError
-from ostinato.request import MAX_STOP_IDS, FinishReason, Logprob, Request, SamplingParams
+from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams
 from ostinato.runner.runner import InFlight, Runner
 from ostinato.scheduler import Scheduler
 from ostinato.scheduler.scheduler import TokenEvent
@@ -110,22 +110,22 @@ class Engine:
         output = self._outputs.get(request.request_id)
         if output is None:
             return None
-        is_stop = event.finished and request.finish_reason is FinishReason.STOP
+        finished = event.finished
+        is_stop = finished and request.finish_reason is FinishReason.STOP
         text, matched = output.token(event.token_id, event.logprobs, is_stop=is_stop)
         if matched is not None:
-            if not event.finished:
+            if not finished:
                 self.scheduler.finish(request.request_id, FinishReason.STOP, matched)
+                finished = True
             else:
                 request.finish_reason, request.stop_reason = FinishReason.STOP, matched
-        elif request.finished:
+        elif finished:
             text += output.finish()
-        if request.finished:
+        if finished:
             del self._outputs[request.request_id]
-        tables: tuple[dict[int, Logprob], ...] = (output.logprobs[-1],) if event.logprobs is not None else ()
+        tables = () if event.logprobs is None else (output.logprobs[-1],)
         reason = request.finish_reason.value if request.finish_reason else None
-        delta = Delta(
-            request.request_id, (event.token_id,), text, request.finished, reason, request.stop_reason, tables
-        )
+        delta = Delta(request.request_id, (event.token_id,), text, finished, reason, request.stop_reason, tables)
         if output.pending is not None:
             output.pending.append(delta)
         return delta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ostinato.request import CompletionOutput, Logprob, Request
 from ostinato.step import TokenLogprobs
@@ -11,8 +12,7 @@ from ostinato.tokenizer.detokenizer import IncrementalDetokenizer, StopChecker
 from ostinato.tokenizer.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """What one collected token added. `text` may be empty: half a character, or the beginning of a stop string."""
 
     request_id: str

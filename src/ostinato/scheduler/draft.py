@@ -22,7 +22,9 @@ class Draft:
 
     budget: int
     short: bool = False  # a better row waits for blocks: worse rows must not take them
-    _rows: list[tuple[RowPlan, Request]] = field(default_factory=list)
+    _rows: list[RowPlan] = field(default_factory=list)
+    _requests: list[Request] = field(default_factory=list)
+    _sorted: bool = True
     _admissions: list[Admission] = field(default_factory=list)
     _appends: list[TableAppend] = field(default_factory=list)
 
@@ -53,17 +55,21 @@ class Draft:
 
     def run(self, request: Request, num_tokens: int) -> None:
         """Add the request's row, and count its tokens as computed and its sample as on its way."""
-        assert request.slot is not None
-        start = request.num_computed
-        samples = start + num_tokens == num_planned(request)
-        self._rows.append((RowPlan(request.request_id, request.slot, start, num_tokens, samples), request))
+        slot, start, rows = request.slot, request.num_computed, self._rows
+        assert slot is not None
+        samples = start + num_tokens == len(request.tokens) + request.num_in_flight
+        if rows and slot < rows[-1].slot:
+            self._sorted = False
+        rows.append(RowPlan(request.request_id, slot, start, num_tokens, samples))
+        self._requests.append(request)
         self.budget -= num_tokens
         request.num_computed += num_tokens
         request.num_in_flight += samples
 
     def build(self, step_id: int) -> tuple[StepPlan, list[Request]]:
         """The plan, its rows by slot so that a steady batch looks the same at every step, and each row's request."""
-        self._rows.sort(key=lambda row: row[0].slot)
-        rows = tuple(row for row, _ in self._rows)
-        plan = StepPlan(step_id, rows, tuple(self._admissions), tuple(self._appends))
-        return plan, [request for _, request in self._rows]
+        rows, requests = self._rows, self._requests
+        if not self._sorted:
+            places = sorted(range(len(rows)), key=lambda place: rows[place].slot)
+            rows, requests = [rows[place] for place in places], [requests[place] for place in places]
+        return StepPlan(step_id, tuple(rows), tuple(self._admissions), tuple(self._appends)), requests

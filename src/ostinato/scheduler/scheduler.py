@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.kv.manager import KVManager
@@ -36,8 +36,7 @@ from ostinato.step import StepPlan, StepResult, TokenLogprobs
 __all__ = ["Scheduler", "TokenEvent"]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One new token of a request; the last one when `finished`."""
 
     request: Request
@@ -116,6 +115,7 @@ class Scheduler:
             raise ConfigError(f"request id {request.request_id!r} is in use by an unfinished request")
         self._limits.check(request, self._kv)
         request.arrival = self._num_added
+        request.max_length = max_length(request, self._limits.max_model_len)
         self._num_added += 1
         self._requests[request.request_id] = request
         self._waiting.push(request)
@@ -165,18 +165,23 @@ class Scheduler:
         requests = self._in_flight.collect(plan.step_id)
         self._release_due()
         events = []
-        for index, (row, request) in enumerate(zip(plan.rows, requests, strict=True)):
-            if request.finished:
+        block_size, logprobs = self._kv.block_size, result.logprobs or (None,) * plan.num_rows
+        rows = zip(plan.rows, requests, result.token_ids, logprobs, strict=True)
+        for (_, _, start, num_tokens, samples), request, token_id, row_logprobs in rows:
+            if request.status is RequestStatus.FINISHED:
                 continue
-            if row.samples:
+            if samples:
                 request.num_in_flight -= 1
-                request.tokens.append(result.token_ids[index])
-            if request.status is RequestStatus.RUNNING:  # a preempted one's table is gone
-                self._kv.register_full_blocks(request, row.start + row.num_tokens)
-            if row.samples:
-                self._end_if_done(request)
-                logprobs = result.logprobs[index] if result.logprobs else None
-                events.append(TokenEvent(request, result.token_ids[index], logprobs, request.finished))
+                request.tokens.append(token_id)
+            end = start + num_tokens
+            # one token fills a block only at the block's end; a preempted request's table is gone
+            if (num_tokens > 1 or end % block_size == 0) and request.status is RequestStatus.RUNNING:
+                self._kv.register_full_blocks(request, end)
+            if samples:
+                finished = False
+                if token_id in request.stop_token_ids or len(request.tokens) >= request.max_length:
+                    finished = self._end_if_done(request)
+                events.append(TokenEvent(request, token_id, row_logprobs, finished))
         return events
 
     def discard(self, plan: StepPlan, message: str) -> list[Request]:
@@ -203,8 +208,8 @@ class Scheduler:
 
     def _num_to_run(self, request: Request) -> int:
         """Tokens that could run now: none once the last token the request may have is on its way."""
-        planned = num_planned(request)
-        return 0 if planned >= max_length(request, self._limits.max_model_len) else planned - request.num_computed
+        planned = len(request.tokens) + request.num_in_flight
+        return 0 if planned >= request.max_length else planned - request.num_computed
 
     def _plan_running(self, draft: Draft) -> None:
         wanted = [self._num_to_run(request) for request in self._running]
@@ -218,7 +223,8 @@ class Scheduler:
             # There are never more rows than tokens in the budget, because a row is admitted only with a token that no
             # other row wants. So decoding rows always get theirs, and of several prompts the best gets on.
             num_tokens = min(num_wanted, draft.budget - num_decoding)
-            if num_tokens > 0 and self._grow(request, request.num_computed + num_tokens, draft):
+            end = request.num_computed + num_tokens
+            if num_tokens > 0 and (end <= request.kv_capacity or self._grow(request, end, draft)):
                 draft.run(request, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int, draft: Draft) -> bool:
@@ -237,6 +243,7 @@ class Scheduler:
             self._preempt(victim)
             if victim is request:
                 return False
+        request.kv_capacity += len(block_ids) * self._kv.block_size
         draft.append(request, column, block_ids)
         return True
 
@@ -264,7 +271,7 @@ class Scheduler:
 
     def _num_with_room(self, request: Request, num_more: int) -> int:
         """KV of the planned tokens and of `num_more` after them, as far as the request may get."""
-        return min(num_planned(request) + num_more, max_length(request, self._limits.max_model_len) - 1)
+        return min(num_planned(request) + num_more, request.max_length - 1)
 
     def _num_blocks_reserved(self) -> int:
         """Blocks that running rows lack for their tokens and a block more: without, newcomers are soon preempted."""
@@ -277,6 +284,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
         request.num_computed = num_hit_tokens
+        request.kv_capacity = len(block_ids) * self._kv.block_size
         insort(self._running, request, key=order)
         draft.admit(request, block_ids)
 
@@ -289,12 +297,13 @@ class Scheduler:
         self._num_preemptions += 1
         self._waiting.push(request)  # it arrived before all that wait at its priority, so it is first among them
 
-    def _end_if_done(self, request: Request) -> None:
+    def _end_if_done(self, request: Request) -> bool:
         reason = check_stop(request, self._limits.max_model_len)
         if reason is not None:
             token_id = request.tokens[-1]
             asked_for = reason is FinishReason.STOP and token_id in (request.params.stop_token_ids or ())
             self._end(request, reason, token_id if asked_for else None)
+        return reason is not None
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -314,6 +323,7 @@ class Scheduler:
         self._running.remove(request)
         self._in_flight.hold(request.slot, self._kv.detach(request.request_id))
         request.slot = None
+        request.kv_capacity = 0
         self._release_due()
 
     def _release_due(self) -> None:

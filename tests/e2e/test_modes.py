@@ -11,6 +11,7 @@ from ostinato import LLM, SamplingParams
 from .conftest import TinyFactory
 from .driving import MODES, counts_of, greedy, modes_of
 from .models import prompts_of
+from .texts import GROUPS, TEXTS
 
 BATCHES = (1, 3, 8, 13)
 LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 18, 20, 24, 31, 32, 33, 40, 47, 48, 50)
@@ -57,28 +58,6 @@ def test_same_greedy_tokens(tiny_model: TinyFactory, mode: str, max_num_seqs: in
 
 # -- SmolLM2 -----------------------------------------------------------------------------------------------------------
 
-TEXTS = (
-    "Once upon a time",
-    "The capital of France is",
-    "Water boils at",
-    "def add(a, b):",
-    "The sun rises in the",
-    "Two plus two is",
-    "My favourite colour is",
-    "In the beginning",
-    "A short poem about rain:",
-    "The largest planet is",
-    "To bake bread, you need",
-    "She opened the door and",
-    "Python is a language that",
-    "The opposite of hot is",
-    "The first president was",
-    "Music makes people",
-    "A triangle has three",
-    "The ocean is",
-    "Yesterday I",
-    "Robots can",
-)
 CONTINUED = (
     ", the city of Nova Haven was a thriving metropolis, with towering skyscrapers and bustling streets."
     " But as the years went by, the city began to lose"
@@ -96,10 +75,6 @@ def smollm2(mode: str, max_num_seqs: int = 13, check: int = 0) -> LLM:
         cudagraph_mode=mode,
         check=check,
     )
-
-
-GROUPS = (1, 3, 8, 13)
-"""So many of the texts at a time."""
 
 
 def in_groups(llm: LLM, texts: Sequence[str], size: int, num_tokens: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ from ostinato.request import Logprob
 
 from ..e2e.driving import ALWAYS, MODES, drive, greedy, modes_of
 from ..e2e.models import TinyModel, prompts_of
-from ..e2e.test_modes import GROUPS, TEXTS
+from ..e2e.texts import GROUPS, TEXTS
 from .conftest import ModelFactory
 
 V = 512

@@ -22,15 +22,13 @@ ENGINE_DEFAULTS: dict[str, Any] = {
     "cudagraph_capture_sizes": DOUBLING_SIZES,
 }
 SYSTEM = (
-    "You are a patient assistant inside a small program that shows how a language model is served. Answer in one "
-    "short, plain sentence of at most twenty words. Prefer one clear fact to three vague ones, say so when you do not "
-    "know, and never invent names, numbers or sources."
+    "You are a patient assistant. Answer in one short, plain sentence. Say so when you do not know, and never invent "
+    "names or numbers."
 )
 QUESTIONS = (
     "What is the capital of France?",
     "Name three things that a baker needs to make bread.",
-    "Who wrote Romeo and Juliet? I have to give a short talk about the play at school tomorrow and would like to "
-    "begin with its author.",
+    "Who wrote Romeo and Juliet? I have to give a short talk about the play at school tomorrow.",
     "In music, an ostinato is a short phrase that repeats all through a piece while the melody above it changes. What "
     "is an ostinato?",
 )
@@ -40,7 +38,7 @@ FOLLOW_UP = "Which river runs through it?"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "ostinato demo [OPTIONS]"
     parser.add_argument("--model", default="smollm2", metavar="MODEL", help="a model with a chat template [smollm2]")
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="tokens of an answer [32]")
+    parser.add_argument("--max-tokens", type=int, default=24, metavar="N", help="tokens of an answer [24]")
     add_options(parser, "engine options", ENGINE_OPTIONS, EngineConfig, **ENGINE_DEFAULTS)
 
 

@@ -55,6 +55,8 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """Raises ConfigError, WeightError or CapacityError before anything is recorded."""
     clock = _Clock()
     device = resolve_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments are on
     checkpoint = open_checkpoint(config.model, config.load_format)
     model_config = parse_config(checkpoint.config)
     dtype = resolve_dtype(config.dtype, model_config, device)

@@ -105,6 +105,11 @@ class Decoder:
         return self._few if num_rows <= self._max_few_rows else self._plain
 
     @property
+    def compiles(self) -> bool:
+        """Whether the functions of a layer go through `torch.compile`."""
+        return isinstance(self._plain, CompiledProjections)
+
+    @property
     def uses_pdl(self) -> bool:
         """Whether kernels may be launched programmatically (compute capability 9.0 on)."""
         return self._pdl

@@ -37,10 +37,6 @@ class DeviceRange:
     def mapped_bytes(self) -> int:
         return sum(size for _, size, _ in self._parts)
 
-    @property
-    def page_bytes(self) -> int:
-        return self._page
-
     def map_up_to(self, num_bytes: int) -> None:
         """Maps whole pages so that at least the first `num_bytes` bytes can be used. Their contents are undefined."""
         offset, size = self.mapped_bytes, self._round_up(num_bytes) - self.mapped_bytes

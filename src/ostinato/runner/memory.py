@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import torch
 
-from ostinato.errors import CapacityError, ConfigError
+from ostinato.errors import CapacityError
 from ostinato.kv.storage import KVStorage
 from ostinato.kv.virtual_memory import DeviceRange
 from ostinato.models.config import ModelConfig
@@ -92,8 +92,3 @@ def map_rest(
         )
     pool.range.map_up_to(wanted * size)
     pool.num_blocks = wanted
-
-
-def check_num_blocks(num_blocks: int) -> None:
-    if num_blocks < 2:
-        raise ConfigError(f"{num_blocks} KV blocks: at least 2 are needed, as block 0 is reserved for padding")

@@ -1,6 +1,9 @@
-"""Decode attention on a GPU: rope, cache write and attention as three ops, against the fused op and its variants.
+"""Decode attention on a GPU: rope, cache write and attention as three ops, against the fused op.
 
-    python benchmarks/kernel_decode_attention.py --json results.json
+    python benchmarks/kernel_decode_attention.py --json results.json [--tune] [--rows 8,64]
+
+`--tune` also times every config that `fused_config` could choose. (For a few rows a config has to be judged among the
+kernels that it runs with: `tune_few.py` does that.)
 
 Times one CUDA graph of many layers, each with a cache of its own, so that nothing is read twice from L2: at least 16
 layers, and as many as it takes to pass 256 MiB of keys and values (at most 512). Prints microseconds per layer and the
@@ -10,11 +13,15 @@ rate at which keys and values are read; the difference from the three ops' outpu
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
+import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,35 +30,55 @@ from torch import Tensor
 
 from ostinato.kernels import ops
 from ostinato.kernels.splits import choose_num_splits
+from ostinato.kernels.triton_decode_fused import FusedConfig, fused_config, launch
 
-SHAPES = [(1, 128), (1, 1024), (1, 32768), (8, 1024), (64, 1024), (64, 4096), (256, 1024)]  # rows, context
-HEAD_SIZES = [64, 128]
-NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE = 32, 8, 16
-MIN_LAYERS, MAX_LAYERS, MIN_KV_BYTES = 16, 512, 256 * 2**20
+SHAPES = [
+    (1, 160),
+    (1, 1024),
+    (1, 32768),
+    (8, 160),
+    (8, 1024),
+    (64, 160),
+    (64, 1024),
+    (64, 4096),
+    (256, 160),
+    (256, 1024),
+]
+"""Rows, context."""
+HEADS = [(32, 8, 64), (16, 8, 128), (32, 8, 128)]  # query heads, key/value heads, head size
+BLOCK_SIZE = 16
+MIN_LAYERS, MAX_LAYERS, MIN_KV_BYTES = 16, 128, 256 * 2**20
 TOLERANCE = 0.03  # bfloat16 output of values near 1
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
+    """The fused op with a config; without one, three ops."""
+
     name: str
-    fused: bool
-    merged: bool = False  # the last split to finish merges, instead of a second kernel
+    config: FusedConfig | None = None
     pdl: bool = False
 
 
-VARIANTS = [
-    Variant("three ops", fused=False),
-    Variant("fused, merge kernel", fused=True),
-    Variant("fused, merge kernel, pdl", fused=True, pdl=True),
-    Variant("fused, merged", fused=True, merged=True),
-    Variant("fused, merged, pdl", fused=True, merged=True, pdl=True),
-]
+def op_config(rows: int, num_splits: int, num_heads: int, num_kv_heads: int, head_size: int) -> FusedConfig:
+    return fused_config(rows, num_splits, num_heads // num_kv_heads, head_size, head_size // 2, 2, norm=False)
+
+
+def candidates(base: FusedConfig, head_size: int) -> list[Variant]:
+    found = []
+    for tile, num_warps, num_stages in itertools.product((32, 64, 128, 256), (4, 8), (1, 2, 3, 5)):
+        if 8 <= tile * head_size // (32 * num_warps) <= 64:
+            tiles = replace(base.tiles, tile=tile, num_warps=num_warps, num_stages=num_stages)
+            name = f"tile {tile} warps {num_warps} stages {num_stages}"
+            found.append(Variant(name, replace(base, tiles=tiles), pdl=True))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
     rows: int
     context: int
+    num_heads: int
     head_size: int
     num_splits: int
     num_layers: int
@@ -65,20 +92,22 @@ class Result:
 class Problem:
     """One step's inputs and the caches of all layers; every layer reads the same q, k, v."""
 
-    def __init__(self, rows: int, context: int, head_size: int, max_context: int, num_splits: int | None) -> None:
+    def __init__(self, rows: int, context: int, heads: tuple[int, int, int], max_context: int, num_splits: int) -> None:
         device = torch.device("cuda")
-        self.rows, self.context, self.head_size = rows, context, head_size
+        self.rows, self.context = rows, context
+        self.num_heads, self.num_kv_heads, self.head_size = heads
+        num_kv_heads, head_size = heads[1:]
         blocks = -(-context // BLOCK_SIZE)
         width = max(-(-max_context // BLOCK_SIZE), blocks)
         num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self.num_splits = num_splits or choose_num_splits(rows, NUM_KV_HEADS, width, num_sms)
-        self.kv_bytes = rows * context * NUM_KV_HEADS * head_size * 2 * 2
+        self.num_splits = num_splits or choose_num_splits(rows, num_kv_heads, width, num_sms)
+        self.kv_bytes = rows * context * num_kv_heads * head_size * 2 * 2
         self.num_layers = min(max(MIN_LAYERS, -(-MIN_KV_BYTES // self.kv_bytes)), MAX_LAYERS)
-        shape = (rows * blocks + 1, 2, BLOCK_SIZE, NUM_KV_HEADS, head_size)
+        shape = (rows * blocks + 1, 2, BLOCK_SIZE, num_kv_heads, head_size)
         pools = [torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(self.num_layers)]
         self.caches = [(pool[:, 0], pool[:, 1]) for pool in pools]
-        self.qkv = torch.randn((rows, NUM_HEADS + 2 * NUM_KV_HEADS, head_size), dtype=torch.bfloat16, device=device)
-        self.out = torch.zeros((rows, NUM_HEADS, head_size), dtype=torch.bfloat16, device=device)
+        self.qkv = torch.randn((rows, heads[0] + 2 * num_kv_heads, head_size), dtype=torch.bfloat16, device=device)
+        self.out = torch.zeros((rows, heads[0], head_size), dtype=torch.bfloat16, device=device)
         self.table = torch.zeros((rows + 1, width), dtype=torch.int32, device=device)
         order = torch.randperm(rows * blocks, device=device).to(torch.int32) + 1
         self.table[:rows, :blocks] = order.view(rows, blocks)
@@ -90,16 +119,16 @@ class Problem:
         self.slots = last_block * BLOCK_SIZE + self.positions % BLOCK_SIZE
         angles = torch.rand((context, head_size // 2), device=device) * 6.3
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
-        self.counters = torch.zeros(rows * NUM_KV_HEADS, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
 
     def layer(self, variant: Variant, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-        q, k, v = qkv.split((NUM_HEADS, NUM_KV_HEADS, NUM_KV_HEADS), dim=1)
+        q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         scale = self.head_size**-0.5
-        if variant.fused:
-            ops.decode_attention(
-                q, k, v, self.positions, self.cos_sin, None, None, 0.0, self.slots, k_cache, v_cache, self.table,
-                self.row_slot, self.seq_lens, scale, 1, self.rows, self.num_splits, self.out,
-                self.counters if variant.merged else None, variant.pdl,
+        if variant.config is not None:
+            launch(
+                variant.config, q, k, v, self.positions, self.cos_sin, None, None, 0.0, self.slots, k_cache, v_cache,
+                self.table, self.row_slot, self.seq_lens, scale, self.rows, self.num_splits, self.out, self.counters,
+                variant.pdl,
             )  # fmt: skip
         else:
             ops.rope(q, k, self.positions, self.cos_sin)
@@ -155,6 +184,7 @@ def measure(problem: Problem, variant: Variant, expected: Tensor, samples: int) 
     return Result(
         rows=problem.rows,
         context=problem.context,
+        num_heads=problem.num_heads,
         head_size=problem.head_size,
         num_splits=problem.num_splits,
         num_layers=problem.num_layers,
@@ -166,33 +196,62 @@ def measure(problem: Problem, variant: Variant, expected: Tensor, samples: int) 
     )
 
 
+def compile_variant(case: tuple[tuple[int, int, int], Variant]) -> None:
+    """In a process of its own: leaves the kernel in the cache on disk."""
+    heads, variant = case
+    for num_splits in (1, 2):
+        problem = Problem(1, 160, heads, 1024, num_splits)
+        with contextlib.suppress(Exception):  # what does not compile is seen again, and said, when it is timed
+            problem.output(variant)
+
+
+def show(result: Result) -> None:
+    print(
+        f"  {result.variant:38} {result.us_per_layer:8.2f} us a layer (+- {result.us_spread / 2:.2f})  "
+        f"{result.kv_tb_s:5.2f} TB/s  differs by {result.max_difference:.4f}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--max-context", type=int, default=4096, help="the block table's width, in tokens")
-    parser.add_argument("--num-splits", type=int, help="instead of the engine's choice")
+    parser.add_argument("--num-splits", default="0", help="several numbers of splits, 0 is the engine's choice")
+    parser.add_argument("--rows", help="only these numbers of rows")
+    parser.add_argument("--tune", action="store_true", help="time every config as well; the best ten are printed")
     parser.add_argument("--samples", type=int, default=5)
     args = parser.parse_args()
     device = torch.cuda.get_device_name()
-    print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, bf16, {NUM_HEADS}/{NUM_KV_HEADS} heads")
+    print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, bf16")
+    wanted = [(r, c) for r, c in SHAPES if args.rows is None or str(r) in args.rows.split(",")]
+    if args.tune:
+        cases = [(heads, variant) for heads in HEADS for variant in candidates(op_config(1, 2, *heads), heads[2])]
+        with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(compile_variant, cases))
     results: list[Result] = []
-    for head_size in HEAD_SIZES:
-        for rows, context in SHAPES:
-            problem = Problem(rows, context, head_size, args.max_context, args.num_splits)
-            print(f"\nhead {head_size}, {rows} x {context}, {problem.num_splits} splits, {problem.num_layers} layers")
-            expected = problem.output(VARIANTS[0])
-            for variant in VARIANTS:
-                if variant.merged and problem.num_splits == 1:
-                    continue  # nothing to merge
-                result = measure(problem, variant, expected, args.samples)
-                results.append(result)
-                print(
-                    f"  {variant.name:26} {result.us_per_layer:8.2f} us a layer (+- {result.us_spread / 2:.2f})  "
-                    f"{result.kv_tb_s:5.2f} TB/s  differs by {result.max_difference:.4f}",
-                    flush=True,
-                )
-            del problem
-            torch.cuda.empty_cache()
+    numbers = [int(number) for number in args.num_splits.split(",")]
+    for heads, (rows, context), num_splits in itertools.product(HEADS, wanted, numbers):
+        problem = Problem(rows, context, heads, args.max_context, num_splits)
+        print(f"\nheads {heads}, {rows} x {context}, {problem.num_splits} splits, {problem.num_layers} layers")
+        three = Variant("three ops")
+        expected = problem.output(three)
+        config = op_config(rows, problem.num_splits, *heads)
+        for variant in (three, Variant("fused", config), Variant("fused, pdl", config, pdl=True)):
+            results.append(measure(problem, variant, expected, args.samples))
+            show(results[-1])
+        if args.tune:
+            tuned = []
+            for variant in candidates(config, heads[2]):
+                try:
+                    tuned.append(measure(problem, variant, expected, 3))
+                except triton.runtime.errors.OutOfResources as reason:
+                    print(f"  {variant.name}: {reason}")
+            results += tuned
+            for result in sorted(tuned, key=lambda one: one.us_per_layer)[:10]:
+                show(result)
+        del problem
+        torch.cuda.empty_cache()
     if args.json:
         header = {"device": device, "torch": torch.__version__, "triton": triton.__version__}
         args.json.write_text(json.dumps(header | {"results": [asdict(result) for result in results]}, indent=1))

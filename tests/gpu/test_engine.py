@@ -110,6 +110,26 @@ def test_every_mode(small_model: ModelFactory, device: torch.device, arch: str, 
         assert_same_up_to_near_ties(outputs, again, NEAR_TIE[dtype])
 
 
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_prompts_of_one_length(small_model: ModelFactory, device: torch.device, mode: str) -> None:
+    """They are a uniform batch by chance, run eagerly, of far longer queries than the decode kernels hold; and so is
+    one prompt alone."""
+    model, params = small_model(), greedy(4, logprobs=5)
+    prompts = prompts_of((200, 200, 200), V, seed=61)
+    with open_llm(model, device, "bfloat16", mode, max_num_batched_tokens=600) as llm:
+        outputs = llm.generate(prompts, params) + llm.generate(prompts[:1], params)
+    assert_near_oracle(model, outputs, NEAR_TIE["bfloat16"])
+
+
+def test_compiled_layers(small_model: ModelFactory, device: torch.device) -> None:
+    """`compile=True` in a mode with both kinds of graphs, under check."""
+    model, params = small_model(), greedy(20, logprobs=5)
+    with open_llm(model, device, "bfloat16", "FULL_AND_PIECEWISE", compile=True) as llm:
+        outputs = llm.generate(PROMPTS, params)
+        assert llm.stats().num_checked >= 3
+    assert_near_oracle(model, outputs, NEAR_TIE["bfloat16"])
+
+
 def test_float32_logits_against_transformers(small_model: ModelFactory, device: torch.device) -> None:
     """Every live row of every step, in the default mode, with chunked prefill."""
     model = small_model()

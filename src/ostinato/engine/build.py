@@ -55,7 +55,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     """Raises ConfigError, WeightError or CapacityError before anything is recorded."""
     clock = _Clock()
     device = resolve_device(config.device)
-    if device.type == "cuda":
+    if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # Triton launches on the current device, whatever its arguments are on
     checkpoint = open_checkpoint(config.model, config.load_format)
     model_config = parse_config(checkpoint.config)

@@ -18,7 +18,6 @@ cuBLAS and separate ops; at 8 rows (tensor cores only) it would take 1.14."""
 Kind = Literal["norm", "gated", "residual"]
 """Norm and linear; norm, gate, up and SwiGLU's product; linear and residual add."""
 
-_LINE_BYTES: Final = 128
 _MANY_OUTPUTS: Final = 32_768
 
 
@@ -37,19 +36,20 @@ class FewConfig:
     """Blocks of output rows asked for in L2 before the wait, beside the tile that is loaded."""
     dot: bool = False
     """Tensor cores instead of multiply-adds: `block_n` from 16 on, and `block_k` is split among the warps."""
+    max_registers: int | None = None
+    """Of a thread. A kernel that fills the registers of a multiprocessor keeps its successor from starting early."""
+    ahead_bytes: int = 0
+    """Of the next projection's weights, asked for in L2 before the wait (residual only)."""
 
     def num_programs(self, num_out: int, num_multiprocessors: int) -> int:
         """The launch grid: one wave, or fewer where there are not as many blocks."""
         return min(self.programs_per_sm * num_multiprocessors, _ceil_div(num_out, self.block_n))
 
-    def tile(self, size: int, element_size: int) -> dict[str, int]:
+    def tile(self) -> dict[str, int]:
         """The compile-time arguments which describe a tile."""
-        block_bytes = self.block_n * size * element_size
-        num_lines = _ceil_div(block_bytes, _LINE_BYTES) + (size * element_size % _LINE_BYTES != 0)
-        lines = {"BLOCK_N": self.block_n, "PREFETCH_LINES": _next_power_of_2(num_lines)}
         if self.dot:
-            return lines | {"SPLIT": self.num_warps, "WIDTH": self.block_k // self.num_warps}
-        return lines | {"BLOCK_K": self.block_k}
+            return {"BLOCK_N": self.block_n, "SPLIT": self.num_warps, "WIDTH": self.block_k // self.num_warps}
+        return {"BLOCK_N": self.block_n, "BLOCK_K": self.block_k}
 
 
 def max_few_rows(hidden_size: int) -> int:
@@ -95,7 +95,7 @@ _TUNED: Final[dict[tuple[Kind, int, int, int], FewConfig]] = {
     ("residual", 2048, 2048, 1): FewConfig(4, 2048, 4, 6, 0),
     ("gated", 8192, 2048, 1): FewConfig(1, 2048, 2, 16, 0),
     ("residual", 2048, 8192, 1): FewConfig(2, 4096, 8, 4, 0),
-    ("norm", 128256, 2048, 1): FewConfig(2, 2048, 2, 16, 1),
+    ("norm", 128256, 2048, 1): FewConfig(4, 2048, 4, 8, 0, max_registers=96),
     ("norm", 3072, 2048, 2): FewConfig(1, 2048, 2, 8, 0),
     ("residual", 2048, 2048, 2): FewConfig(4, 1024, 4, 8, 1),
     ("gated", 8192, 2048, 2): FewConfig(2, 2048, 4, 4, 0),
@@ -109,8 +109,8 @@ _TUNED: Final[dict[tuple[Kind, int, int, int], FewConfig]] = {
     # Qwen3-0.6B
     ("norm", 4096, 1024, 1): FewConfig(2, 1024, 1, 8, 0),
     ("residual", 1024, 2048, 1): FewConfig(4, 2048, 4, 8, 0),
-    ("gated", 3072, 1024, 1): FewConfig(1, 1024, 1, 16, 0),
-    ("residual", 1024, 3072, 1): FewConfig(8, 2048, 8, 1, 1),
+    ("gated", 3072, 1024, 1): FewConfig(2, 1024, 4, 8, 0, max_registers=64),
+    ("residual", 1024, 3072, 1): FewConfig(2, 2048, 8, 4, 0, max_registers=96),
     ("norm", 151936, 1024, 1): FewConfig(4, 1024, 4, 8, 1),
     ("norm", 4096, 1024, 2): FewConfig(2, 1024, 1, 8, 0),
     ("residual", 1024, 2048, 2): FewConfig(4, 1024, 4, 8, 1),
@@ -123,11 +123,11 @@ _TUNED: Final[dict[tuple[Kind, int, int, int], FewConfig]] = {
     ("residual", 1024, 3072, 4): FewConfig(2, 1024, 4, 4, 0),
     ("norm", 151936, 1024, 4): FewConfig(32, 256, 4, 4, 0, dot=True),
     # Llama-3.1-8B
-    ("norm", 6144, 4096, 1): FewConfig(4, 4096, 8, 2, 1),
+    ("norm", 6144, 4096, 1): FewConfig(2, 4096, 8, 4, 0, max_registers=80),
     ("residual", 4096, 4096, 1): FewConfig(8, 2048, 8, 2, 0),
     ("gated", 14336, 4096, 1): FewConfig(1, 4096, 4, 8, 0),
     ("residual", 4096, 14336, 1): FewConfig(4, 8192, 16, 1, 1),
-    ("norm", 128256, 4096, 1): FewConfig(4, 4096, 8, 4, 1),
+    ("norm", 128256, 4096, 1): FewConfig(2, 4096, 8, 4, 0, max_registers=64),
     ("norm", 6144, 4096, 2): FewConfig(4, 4096, 8, 2, 1),
     ("residual", 4096, 4096, 2): FewConfig(4, 4096, 8, 2, 1),
     ("gated", 14336, 4096, 2): FewConfig(2, 4096, 8, 4, 0),

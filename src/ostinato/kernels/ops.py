@@ -26,6 +26,7 @@ __all__ = [
     "advance",
     "attention",
     "decode_attention",
+    "embed",
     "few_gate_up_silu",
     "few_linear_residual",
     "few_norm_linear",
@@ -113,8 +114,8 @@ _OPS: Final = (
         "triton_decode_fused",
         "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
         "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor row_slot, "
-        "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(c!) out, "
-        "Tensor(d!)? counters=None, bool pdl=False) -> ()",
+        "Tensor seq_lens, float scale, int num_rows, int num_splits, Tensor(c!) out, Tensor(d!) counters, "
+        "bool pdl=False) -> ()",
         _no_output,
     ),
     _Op(
@@ -158,9 +159,10 @@ _OPS: Final = (
         "few_linear_residual",
         "reference_few",
         "triton_few",
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual) -> ()",
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual, Tensor? ahead=None) -> ()",
         _no_output,
     ),
+    _Op("embed", "reference", "triton_step", "(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()", _no_output),
     _Op("scatter", "reference", "triton_step", "(Tensor(a!) arena, Tensor patches, int count) -> ()", _no_output),
     _Op(
         "sample",
@@ -228,6 +230,7 @@ _silu_mul: Final = torch.ops.ostinato.silu_mul.default
 _few_norm_linear: Final = torch.ops.ostinato.few_norm_linear.default
 _few_gate_up_silu: Final = torch.ops.ostinato.few_gate_up_silu.default
 _few_linear_residual: Final = torch.ops.ostinato.few_linear_residual.default
+_embed: Final = torch.ops.ostinato.embed.default
 _scatter: Final = torch.ops.ostinato.scatter.default
 _sample: Final = torch.ops.ostinato.sample.default
 _logprobs: Final = torch.ops.ostinato.logprobs.default
@@ -306,7 +309,8 @@ def attention(
     `q [T, H, D]`, `k_cache [N, B, G, D]`, `v_cache [N, B, G, D]`, `block_table [S, W]`, `row_slot [>=num_rows]`,
     `query_start [>=num_rows + 1]`, `seq_lens [>=num_rows]`, `out! [T, H, D]`. Token j of a row with q tokens sees the
     positions below `seq_len - q + j + 1`; padding gives zeros. Nothing outside a row's live positions is used, NaN
-    included. `num_splits` (uniform steps on CUDA only) is how many programs share one row's keys.
+    included. `query_len` 0: as `query_start` says, which on CUDA is read for long queries of one length too.
+    `num_splits` (short queries of one length, CUDA only) is how many programs share one row's keys.
     """
     _attention(
         q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, query_len, num_rows, num_splits, out
@@ -329,22 +333,20 @@ def decode_attention(
     row_slot: Tensor,
     seq_lens: Tensor,
     scale: float,
-    query_len: int,
     num_rows: int,
     num_splits: int,
     out: Tensor,
-    counters: Tensor | None = None,
+    counters: Tensor,
     pdl: bool = False,
 ) -> None:
-    """`rope`, `kv_write` and `attention` of a uniform step (query_len >= 1) in one: takes raw q, k, v and keeps them.
+    """`rope`, `kv_write` and `attention` of a step with one token a row in one: takes raw q, k, v and keeps them.
 
-    `q [T, H, D]`, `k [T, G, D]`, `v [T, G, D]`, `k_cache! [N, B, G, D]`, `v_cache! [N, B, G, D]`, `out! [T, H, D]`;
-    the rest as there. A row's step tokens are its last positions: those with a slot come first and their slots are the
-    cells which the table gives for them, as `prepare` leaves it; none is read back from the cache.
+    `q [R, H, D]`, `k [R, G, D]`, `v [R, G, D]`, `k_cache! [N, B, G, D]`, `v_cache! [N, B, G, D]`, `out! [R, H, D]`,
+    `counters! [>=num_rows * G]` int32; the rest as there. A row's token is its last position; its slot, if it has one,
+    is the cell which the table gives for that, as `prepare` leaves it, and is not read back from the cache. `counters`
+    must be zero before the first call, is zero again after each, and may be shared by calls of one stream.
 
-    On CUDA, `num_splits` above 1 needs a merge: in the same kernel with `counters! [>=num_rows * G]`, which must be
-    zero before the first call, is zero again after each, and may be shared by calls of one stream; else in a second
-    kernel. `pdl` launches programmatically (compute capability 9.0 on): an ordinary launch has to stand between this
+    `pdl` launches programmatically on CUDA (compute capability 9.0 on): an ordinary launch has to stand between this
     one and whatever wrote the integers, the tables and the cache's older cells.
     """
     _decode_attention(
@@ -363,7 +365,6 @@ def decode_attention(
         row_slot,
         seq_lens,
         scale,
-        query_len,
         num_rows,
         num_splits,
         out,
@@ -436,12 +437,21 @@ def few_gate_up_silu(
     _few_gate_up_silu(residual, norm_weight, weight, bias, eps, out)
 
 
-def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+def few_linear_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, ahead: Tensor | None = None
+) -> None:
     """`residual += x @ weight.T + bias` for a few rows; the linear's output is rounded, then the sum.
 
-    `x [T, K]`, `weight [C, K]` contiguous, `bias [C]`, `residual! [T, C]`. Otherwise as `few_norm_linear`.
+    `x [T, K]`, `weight [C, K]` contiguous, `bias [C]`, `residual! [T, C]`. `ahead`: what the next kernel will read, a
+    contiguous tensor that no kernel of the step writes; its beginning may be asked for in L2. Otherwise as
+    `few_norm_linear`.
     """
-    _few_linear_residual(x, weight, bias, residual)
+    _few_linear_residual(x, weight, bias, residual, ahead)
+
+
+def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:
+    """`out! [T, C]` are the rows `token_ids [T]` of `weight [V, C]`, contiguous."""
+    _embed(token_ids, weight, out)
 
 
 def scatter(arena: Tensor, patches: Tensor, count: int) -> None:

@@ -91,6 +91,11 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:
+    """See `ops.embed`."""
+    torch.index_select(weight, 0, token_ids, out=out)
+
+
 def scatter(arena: Tensor, patches: Tensor, count: int) -> None:
     """See `ops.scatter`."""
     arena[patches[:count, 0].long()] = patches[:count, 1]

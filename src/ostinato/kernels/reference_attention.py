@@ -101,14 +101,13 @@ def decode_attention(
     row_slot: Tensor,
     seq_lens: Tensor,
     scale: float,
-    query_len: int,
     num_rows: int,
     num_splits: int,
     out: Tensor,
-    counters: Tensor | None = None,
+    counters: Tensor,
     pdl: bool = False,
 ) -> None:
-    """`rope`, `kv_write` and `attention` of a uniform step in turn, but q and k [T, H or G, D] stay as they are.
+    """`rope`, `kv_write` and `attention` of a step with one token a row in turn, but q and k stay as they are.
 
     `num_splits`, `counters` and `pdl` only matter to the CUDA kernel.
     """
@@ -116,9 +115,7 @@ def decode_attention(
     rope(q, k, positions, cos_sin, q_norm, k_norm, eps)
     kv_write(k, v, k_cache, v_cache, slot_mapping)
     no_starts = row_slot  # not read with a query length
-    attention(
-        q, k_cache, v_cache, block_table, row_slot, no_starts, seq_lens, scale, query_len, num_rows, num_splits, out
-    )
+    attention(q, k_cache, v_cache, block_table, row_slot, no_starts, seq_lens, scale, 1, num_rows, num_splits, out)
 
 
 class _Row(NamedTuple):

@@ -1,10 +1,10 @@
-"""The CUDA implementation of the `attention` op: the decode kernel for uniform batches, the ragged one otherwise."""
+"""The CUDA implementation of the `attention` op: one kernel for short queries of one length, one for all others."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from ostinato.kernels.triton_attention_decode import decode_attention
+from ostinato.kernels.triton_attention_decode import MAX_QUERY_LEN, decode_attention
 from ostinato.kernels.triton_attention_prefill import prefill_attention
 
 __all__ = ["attention"]
@@ -25,7 +25,7 @@ def attention(
     out: Tensor,
 ) -> None:
     """As `reference_attention.attention`. The grid follows from the arguments' shapes and the ints alone."""
-    if query_len > 0:
+    if 0 < query_len <= MAX_QUERY_LEN:
         decode_attention(
             q, k_cache, v_cache, block_table, row_slot, seq_lens, scale, query_len, num_rows, num_splits, out
         )

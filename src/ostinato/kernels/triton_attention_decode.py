@@ -18,7 +18,10 @@ from torch import Tensor
 
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 
-__all__ = ["DecodeConfig", "combine_kernel", "decode_attention", "decode_config", "decode_kernel"]
+__all__ = ["MAX_QUERY_LEN", "DecodeConfig", "combine_kernel", "decode_attention", "decode_config", "decode_kernel"]
+
+MAX_QUERY_LEN = 8
+"""Tokens of a row up to which its queries fit one tile; longer ones are the ragged kernel's."""
 
 _LOG2_E = 1.4426950408889634
 # One tile of keys. The compiler spends half the stages on the block table that the addresses come from: five leave two
@@ -181,7 +184,7 @@ def decode_attention(
     num_splits: int,
     out: Tensor,
 ) -> None:
-    """`reference_attention.attention` with `query_len` > 0, at most 8; 16-bit or float32, last dimensions contiguous.
+    """`reference_attention.attention` with `query_len` 1 to MAX_QUERY_LEN; 16-bit or float32, rows contiguous.
 
     The workspace of several splits is num_rows * query_len * H * num_splits * (D + 1) floats; inside a recording it
     comes from the graph's pool.

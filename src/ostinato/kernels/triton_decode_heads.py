@@ -73,7 +73,6 @@ def prefetch_tile(
     v_head,
     table,
     first,
-    num_cached,
     k_stride_block,
     k_stride_cell,
     v_stride_block,
@@ -82,8 +81,8 @@ def prefetch_tile(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Asks L2 for the cells [first, first + TILE) that exist, a 128-byte line at a time; needs num_cached > 0."""
-    positions = tl.minimum(first + tl.arange(0, TILE), num_cached - 1)
+    """Asks L2 for the cells [first, first + TILE), all of which must exist, a 128-byte line at a time."""
+    positions = first + tl.arange(0, TILE)
     blocks = tl.load(table + positions // BLOCK_SIZE).to(tl.int64)
     cells = positions % BLOCK_SIZE
     line: tl.constexpr = 1024 // k_head.dtype.element_ty.primitive_bitwidth

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.kernels.triton_launch import early, start
+
 __all__ = ["add_rms_norm", "norm_num_warps", "rms_norm", "rms_norm_kernel", "rope", "rope_kernel", "silu_mul",
            "silu_mul_kernel"]  # fmt: skip
 
@@ -32,8 +34,10 @@ def rms_norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (T,): one row each; `out` is contiguous."""
+    start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < SIZE
@@ -63,7 +67,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
     carried = x if residual is None else residual
     rms_norm_kernel[(num_tokens,)](
         x, carried, weight, out, eps, x.stride(0), carried.stride(0),
-        SIZE=size, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=norm_num_warps(block),
+        SIZE=size, BLOCK=block, HAS_RESIDUAL=residual is not None, num_warps=norm_num_warps(block), **early(x.device),
     )  # fmt: skip
     return out
 
@@ -121,9 +125,11 @@ def rope_kernel(
     REST_PAD: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (T, (H + G) / HEADS): some heads of one token. REST_PAD: the dimensions that do not turn, 0 if there are
     none."""
+    start(PDL)
     token = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     is_q = heads < NUM_Q
@@ -180,13 +186,14 @@ def rope(
         NUM_Q=num_q, NUM_K=num_k, HEAD_SIZE=head_size, HALF=rotated // 2,
         HALF_PAD=triton.next_power_of_2(rotated // 2),
         REST_PAD=triton.next_power_of_2(head_size - rotated) if norm and rotated < head_size else 0,
-        HEADS=ROPE_HEADS, NORM=norm, num_warps=4,
+        HEADS=ROPE_HEADS, NORM=norm, num_warps=4, **early(q.device),
     )  # fmt: skip
 
 
 @triton.jit
-def silu_mul_kernel(gate_up, out, size, gate_up_stride, BLOCK: tl.constexpr):
+def silu_mul_kernel(gate_up, out, size, gate_up_stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Grid (T, I / BLOCK); `out` is contiguous."""
+    start(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -203,6 +210,6 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     if num_tokens == 0:
         return out
     silu_mul_kernel[(num_tokens, triton.cdiv(size, SILU_BLOCK))](
-        gate_up, out, size, gate_up.stride(0), BLOCK=SILU_BLOCK, num_warps=4
+        gate_up, out, size, gate_up.stride(0), BLOCK=SILU_BLOCK, num_warps=4, **early(gate_up.device)
     )
     return out

@@ -1,6 +1,6 @@
 """CUDA implementations of the fused projections for a few rows: a step that reads every weight once, and little else.
 
-At a few rows a projection is a stream of weights from device memory. Four things keep the stream from pausing:
+At a few rows a projection is a stream of weights from device memory. Five things keep the stream from pausing:
 
 - Programs are persistent (one wave, a few per multiprocessor). Each walks over blocks of output rows and loads the next
   tile of weights before it is done with the present one.
@@ -9,6 +9,8 @@ At a few rows a projection is a stream of weights from device memory. Four thing
 - The norm in front, and the activation or the residual add behind, are part of the kernel: every program normalises
   the few rows itself, which costs a read of some kilobytes from L2 and saves a kernel.
 - Weights pass through the caches as first to evict, so that the rows stay.
+- While it waits, a kernel can ask for the beginning of its successor's weights in L2: between two kernels there is a
+  pause of some microseconds in which everyone waits for a few kilobytes, and memory would have nothing to do.
 
 Order of memory accesses. Only weights, which no kernel of a step writes, are read before the wait. The wait returns
 when all kernels launched before have finished: the predecessor, and, since it waited too, everything before it. So all
@@ -24,14 +26,12 @@ Legend: T rows, C hidden size, K inputs and N outputs of a projection, I interme
 
 from __future__ import annotations
 
-import functools
-
-import torch
 from torch import Tensor
 
 from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind, few_config
 from ostinato.kernels.triton_few_dot import dot_kernel
 from ostinato.kernels.triton_few_fma import linear_residual_kernel, norm_linear_kernel
+from ostinato.kernels.triton_launch import early, num_multiprocessors
 
 __all__ = ["few_gate_up_silu", "few_linear_residual", "few_norm_linear", "launch"]
 
@@ -50,9 +50,11 @@ def few_gate_up_silu(
     launch(_config("gated", residual, out), "gated", residual, norm_weight, weight, bias, eps, out)
 
 
-def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
+def few_linear_residual(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, ahead: Tensor | None = None
+) -> None:
     """See `ops.few_linear_residual`."""
-    launch(_config("residual", x, residual), "residual", x, None, weight, bias, 0.0, residual)
+    launch(_config("residual", x, residual), "residual", x, None, weight, bias, 0.0, residual, ahead)
 
 
 def launch(
@@ -64,30 +66,37 @@ def launch(
     bias: Tensor | None,
     eps: float,
     out: Tensor,
+    ahead: Tensor | None = None,
 ) -> None:
     """Any of the three ops with a given config. Residual: `out` is added to, `norm_weight` is None, `eps` not read."""
     (num_rows, num_out), size = out.shape, weight.shape[1]
-    num_multiprocessors, programmatic = _device(weight.device)
-    grid = (config.num_programs(num_out, num_multiprocessors),)
+    grid = (config.num_programs(num_out, num_multiprocessors(weight.device)),)
     strides = (x.stride(0), out.stride(0))
     compile_time = {
-        **config.tile(size, weight.element_size()),
+        **config.tile(),
         "SIZE": size,
         "T": num_rows,
+        "LANES": 32 * config.num_warps,
         "HAS_BIAS": bias is not None,
-        "PDL": programmatic,
+        **early(weight.device),
         "num_warps": config.num_warps,
         "num_stages": 1,  # more would put the loop's loads behind copies to shared memory, and in front of the wait
-        "launch_pdl": programmatic,
+        "maxnreg": config.max_registers,
     }
     gated = kind == "gated"
+    ahead_bytes = 0
+    if kind == "residual" and ahead is not None and ahead.data_ptr() % 16 == 0:
+        ahead_bytes = min(config.ahead_bytes, ahead.numel() * ahead.element_size())
+    next_weight = weight if ahead is None else ahead
     if config.dot:
         dot_kernel[grid](
-            x, norm_weight, weight, bias, out, eps, num_out, *strides, config.prefetch,
+            x, norm_weight, weight, bias, out, next_weight, eps, num_out, *strides, config.prefetch, ahead_bytes,
             NORM=kind != "residual", GATED=gated, ADD=kind == "residual", **compile_time,
         )  # fmt: skip
     elif kind == "residual":
-        linear_residual_kernel[grid](x, weight, bias, out, num_out, *strides, config.prefetch, **compile_time)
+        linear_residual_kernel[grid](
+            x, weight, bias, out, next_weight, num_out, *strides, config.prefetch, ahead_bytes, **compile_time
+        )
     else:
         norm_linear_kernel[grid](
             x, norm_weight, weight, bias, out, eps, num_out, *strides, config.prefetch, GATED=gated, **compile_time
@@ -99,13 +108,3 @@ def _config(kind: Kind, x: Tensor, out: Tensor) -> FewConfig:
     if not 1 <= num_rows <= MAX_FEW_ROWS:
         raise ValueError(f"the few-row kernels take 1 to {MAX_FEW_ROWS} rows, got {num_rows}; use the separate ops")
     return few_config(kind, out.shape[1], size, num_rows)
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[int, bool]:
-    """Multiprocessors of a device, and whether it has programmatic dependent launch. In Triton's interpreter tensors
-    are on the CPU: two, so that programs walk over several blocks there too."""
-    if device.type != "cuda":
-        return 2, False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.multi_processor_count, properties.major >= 9

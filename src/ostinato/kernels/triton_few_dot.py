@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.kernels.triton_few_tile import prefetch_weights, swiglu
+from ostinato.kernels.triton_few_tile import prefetch_ahead, prefetch_weights, swiglu
 
 __all__ = ["dot_kernel"]
 
@@ -67,24 +67,26 @@ def _finish(acc, bias, outputs, num_out, HAS_BIAS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["prefetch"])
+@triton.jit(do_not_specialize=["prefetch", "ahead_bytes"])
 def dot_kernel(
     x,
     norm_weight,
     weight,
     bias,
     out,
+    ahead,
     eps,
     num_out,
     x_stride,
     out_stride,
     prefetch,
+    ahead_bytes,
     SIZE: tl.constexpr,
     T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr,
+    LANES: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
     ADD: tl.constexpr,
@@ -105,10 +107,12 @@ def dot_kernel(
     if GATED:
         up_tile = _load_tile(up_weight, first, num_out, 0, SIZE, BLOCK_N, SPLIT, WIDTH)
     if PDL:
-        for ahead in tl.range(0, prefetch):
-            prefetch_weights(weight, first + ahead * stride, num_out, SIZE, BLOCK_N, PREFETCH_LINES)
+        for block in tl.range(0, prefetch):
+            prefetch_weights(weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
             if GATED:
-                prefetch_weights(up_weight, first + ahead * stride, num_out, SIZE, BLOCK_N, PREFETCH_LINES)
+                prefetch_weights(up_weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
+        if ADD:
+            prefetch_ahead(ahead, ahead_bytes, LANES)
         gdc_wait()
 
     if NORM:

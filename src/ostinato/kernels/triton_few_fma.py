@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.kernels.triton_few_tile import load_weights, prefetch_weights, swiglu
+from ostinato.kernels.triton_few_tile import load_weights, prefetch_ahead, prefetch_weights, swiglu
 
 __all__ = ["linear_residual_kernel", "norm_linear_kernel"]
 
@@ -82,7 +82,7 @@ def norm_linear_kernel(
     T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr,
+    LANES: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
@@ -103,10 +103,10 @@ def norm_linear_kernel(
         up_tile = load_weights(up_weight, first, num_out, columns, SIZE, BLOCK_N, MASKED)
     scale = tl.load(norm_weight + columns, mask=inside, other=0.0)
     if PDL:
-        for ahead in tl.range(1, 1 + prefetch):
-            prefetch_weights(weight, first + ahead * stride, num_out, SIZE, BLOCK_N, PREFETCH_LINES)
+        for block in tl.range(1, 1 + prefetch):
+            prefetch_weights(weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
             if GATED:
-                prefetch_weights(up_weight, first + ahead * stride, num_out, SIZE, BLOCK_N, PREFETCH_LINES)
+                prefetch_weights(up_weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
         gdc_wait()
 
     loaded = ()
@@ -141,21 +141,23 @@ def norm_linear_kernel(
             up_tile = next_up_tile
 
 
-@triton.jit(do_not_specialize=["prefetch"])
+@triton.jit(do_not_specialize=["prefetch", "ahead_bytes"])
 def linear_residual_kernel(
     x,
     weight,
     bias,
     residual,
+    ahead,
     num_out,
     x_stride,
     residual_stride,
     prefetch,
+    ahead_bytes,
     SIZE: tl.constexpr,
     T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    PREFETCH_LINES: tl.constexpr,
+    LANES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -172,8 +174,9 @@ def linear_residual_kernel(
     if PDL:
         # Of the first block, what lies behind the first tile has to be asked for too.
         SKIP: tl.constexpr = 1 if SIZE <= BLOCK_K else 0
-        for ahead in tl.range(SKIP, SKIP + prefetch):
-            prefetch_weights(weight, first + ahead * stride, num_out, SIZE, BLOCK_N, PREFETCH_LINES)
+        for block in tl.range(SKIP, SKIP + prefetch):
+            prefetch_weights(weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
+        prefetch_ahead(ahead, ahead_bytes, LANES)
         gdc_wait()
 
     for start in tl.range(first, num_out, stride):

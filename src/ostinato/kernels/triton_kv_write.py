@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.kernels.triton_launch import early, start
+
 __all__ = ["kv_write", "kv_write_kernel"]
 
 
@@ -32,8 +34,10 @@ def kv_write_kernel(
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (T,). A negative slot stores nothing."""
+    start(PDL)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping + token)
     if slot >= 0:
@@ -59,5 +63,5 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         NUM_HEADS=num_heads, HEADS_PAD=triton.next_power_of_2(num_heads),
         HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=k_cache.shape[1],
-        num_warps=4 if num_heads * head_size > 256 else 1,
+        num_warps=4 if num_heads * head_size > 256 else 1, **early(k.device),
     )  # fmt: skip

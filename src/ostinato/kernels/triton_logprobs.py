@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.kernels.triton_launch import early, start
 from ostinato.kernels.triton_logits import CHUNK, NO_ID, load_logits
 
 __all__ = ["logprobs", "logprobs_chunk_kernel", "logprobs_merge_kernel"]
@@ -25,10 +26,12 @@ def _take_largest(values, ids, left):
 
 @triton.jit
 def logprobs_chunk_kernel(
-    logits, row_slot, num_logprobs, sampled, chunk_values, chunk_ids, scratch, num_vocab, logits_stride
-):
+    logits, row_slot, num_logprobs, sampled, chunk_values, chunk_ids, scratch, num_vocab, logits_stride,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Grid (R, V / CHUNK). Per chunk, [22] values: largest logit, sum of exponentials relative to it, top values;
     [22] ids: how many logits exceed the sampled one, -, top ids."""
+    start(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     count = tl.load(num_logprobs + slot)
@@ -69,8 +72,10 @@ def logprobs_merge_kernel(
     out_ids_stride,
     CHUNKS_PAD: tl.constexpr,
     TOP_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R,). TOP_PAD: at least 22 candidates for each chunk."""
+    start(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row)
     count = tl.load(num_logprobs + slot)
@@ -119,11 +124,11 @@ def logprobs(
     chunk_ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
     logprobs_chunk_kernel[(num_rows, num_chunks)](
         logits, row_slot, num_logprobs, sampled, chunk_values, chunk_ids, scratch, num_vocab, logits.stride(0),
-        num_warps=8,
+        num_warps=8, **early(logits.device),
     )  # fmt: skip
     logprobs_merge_kernel[(num_rows,)](
         logits, row_slot, num_logprobs, sampled, chunk_values, chunk_ids, out_values, out_ids,
         scratch, num_chunks, logits.stride(0), out_values.stride(0), out_ids.stride(0),
         CHUNKS_PAD=triton.next_power_of_2(num_chunks),
-        TOP_PAD=triton.next_power_of_2(num_chunks * _COLUMNS.value), num_warps=8,
+        TOP_PAD=triton.next_power_of_2(num_chunks * _COLUMNS.value), num_warps=8, **early(logits.device),
     )  # fmt: skip

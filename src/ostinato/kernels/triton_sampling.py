@@ -16,12 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels import reference_sampling as spec
+from ostinato.kernels.triton_launch import early, start
 from ostinato.kernels.triton_logits import CHUNK, LANE, NO_ID, first_largest, load_logits, noise_tile
 from ostinato.kernels.triton_sampling_filters import FILTER_NUM_WARPS, least_reaching, weigh
 
 __all__ = ["chunk_kernel", "pick_kernel", "sample"]
 
-CHUNK_NUM_WARPS = 8
+CHUNK_NUM_WARPS = 2
 _PENALTIES = tl.constexpr(spec.FLAG_PENALTIES)
 _LOGIT_BIAS = tl.constexpr(spec.FLAG_LOGIT_BIAS)
 _MIN_LENGTH = tl.constexpr(spec.FLAG_MIN_LENGTH)
@@ -74,8 +75,10 @@ def chunk_kernel(
     num_biases,
     STOP_PAD: tl.constexpr,
     BIAS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (R, V / CHUNK). Leaves the chunk's best value and token; for a row with filters the best tempered logit."""
+    start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(row_slot + row).to(tl.int64)
@@ -156,8 +159,10 @@ def pick_kernel(
     logits_stride,
     adjusted_stride,
     CHUNKS_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (Rmax,)."""
+    start(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row, mask=row < num_rows, other=scratch).to(tl.int64)
     if slot == scratch:
@@ -254,11 +259,11 @@ def sample(
             scratch, num_vocab, logits.stride(0), adjusted.stride(0),
             output_counts.stride(0), in_prompt.stride(0), stop_ids.stride(0), bias_ids.stride(0),
             STOP_PAD=triton.next_power_of_2(stop_ids.shape[1]), BIAS_PAD=triton.next_power_of_2(bias_ids.shape[1]),
-            num_warps=CHUNK_NUM_WARPS,
+            num_warps=CHUNK_NUM_WARPS, **early(logits.device),
         )  # fmt: skip
     pick_kernel[(sampled.shape[0],)](
         logits, row_slot, temperature, top_p, min_p, top_k, seed_lo, seed_hi, num_tokens, flags,
         adjusted, best_values, best_ids, sampled,
         scratch, num_rows, num_vocab, num_chunks, logits.stride(0), adjusted.stride(0),
-        CHUNKS_PAD=triton.next_power_of_2(num_chunks), num_warps=FILTER_NUM_WARPS,
+        CHUNKS_PAD=triton.next_power_of_2(num_chunks), num_warps=FILTER_NUM_WARPS, **early(logits.device),
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The CUDA implementations of the ops around the forward pass: prepare, scatter, advance. Semantics: see `ops`.
+"""The CUDA implementations of the ops around the forward pass: prepare, embed, scatter, advance. Semantics: see `ops`.
 
 They move a few kilobytes each and are bound by latency: every load that can be issued early is.
 """
@@ -9,12 +9,25 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["advance", "advance_kernel", "prepare", "prepare_kernel", "scatter", "scatter_kernel"]
+from ostinato.kernels.triton_launch import early, start
+
+__all__ = [
+    "advance",
+    "advance_kernel",
+    "embed",
+    "embed_kernel",
+    "prepare",
+    "prepare_kernel",
+    "scatter",
+    "scatter_kernel",
+]
 
 PREPARE_TILE = 256
 SCATTER_TILE = 256
 ADVANCE_TILE = 256
+EMBED_BLOCK = 1024
 
 
 @triton.jit
@@ -50,7 +63,11 @@ def prepare_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid (max(Tmax, Rmax) / TILE,): as many tokens and rows each. BLOCK_SIZE is that of the cache."""
+    """Grid (max(Tmax, Rmax) / TILE,): as many tokens and rows each. BLOCK_SIZE is that of the cache.
+
+    Launched in the ordinary way, and without letting its successor start early: whatever comes later may rely on all
+    earlier steps, and on what this one writes, without waiting.
+    """
     index = tl.program_id(0) * TILE + tl.arange(0, TILE)
 
     # The rows: lengths, and where each has its last token.
@@ -118,6 +135,31 @@ def prepare(
     )  # fmt: skip
 
 
+@triton.jit
+def embed_kernel(token_ids, weight, out, out_stride, SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Grid (T, SIZE / BLOCK). Its successor may start once `prepare`, before it, is complete, and not earlier: kernels
+    further on read the step's integers before they wait (see `triton_decode_fused`)."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < SIZE
+    row = tl.load(token_ids + token).to(tl.int64)
+    value = tl.load(weight + row * SIZE + columns, mask=inside)
+    tl.store(out + token.to(tl.int64) * out_stride + columns, value, mask=inside)
+
+
+def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:
+    """See `ops.embed`."""
+    num_tokens, size = out.shape
+    if num_tokens > 0:
+        block = min(triton.next_power_of_2(size), EMBED_BLOCK)
+        embed_kernel[(num_tokens, triton.cdiv(size, block))](
+            token_ids, weight, out, out.stride(0), SIZE=size, BLOCK=block, num_warps=4, **early(out.device)
+        )
+
+
 @triton.jit(do_not_specialize=["count"])
 def scatter_kernel(arena, patches, count, TILE: tl.constexpr):
     """Grid (count / TILE,)."""
@@ -155,8 +197,10 @@ def advance_kernel(
     ring_size,
     max_rows,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Grid (1,): one program takes all rows, so that `step_count` moves once and after everybody has read it."""
+    start(PDL)
     step = tl.load(step_count)
     published = ring + (step % ring_size).to(tl.int64) * ring_stride
     for first in range(0, max_rows, TILE):
@@ -198,5 +242,5 @@ def advance(
         row_slot, query_start, sampled, tokens, num_tokens, num_computed, output_counts, step_count, ring,
         query_len, num_rows, tokens.shape[0] - 1, tokens.shape[1],
         tokens.stride(0), output_counts.stride(0), ring.stride(0), ring.shape[0], ring.shape[1],
-        TILE=ADVANCE_TILE, num_warps=4,
+        TILE=ADVANCE_TILE, num_warps=4, **early(row_slot.device),
     )  # fmt: skip

@@ -36,7 +36,7 @@ class AttentionArgs:
     slot_mapping: torch.Tensor  # [Tmax] int32
     counters: torch.Tensor  # [Rmax * G] int32, zero between steps
     num_rows: int
-    query_len: int  # 0: ragged
+    query_len: int  # of every row; 0: ragged
     num_splits: int
 
 
@@ -84,15 +84,17 @@ class Decoder:
         query, key, value = self._split(qkv)
         out = attention_out.view(num_tokens, self.config.num_heads, self.config.head_dim)
 
-        torch.index_select(self.weights.embed, 0, token_ids, out=stream)
+        ops.embed(token_ids, self.weights.embed, stream)
         delta: torch.Tensor | None = None
-        for layer, (k_cache, v_cache) in zip(self.weights.layers, caches, strict=True):
+        layers = self.weights.layers
+        following = [*(layer.qkv for layer in layers[1:]), self.weights.head]
+        for layer, ahead, (k_cache, v_cache) in zip(layers, following, caches, strict=True):
             project.qkv(layer, delta, stream, eps, qkv)
             attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
-            if not args.query_len:
+            if args.query_len != 1:
                 attend.rotate()
             cut("attention", attend)
-            delta = project.mlp(layer, attention_out, stream, eps)
+            delta = project.mlp(layer, attention_out, stream, eps, ahead)
         if delta is not None:
             stream.add_(delta)
 
@@ -129,7 +131,7 @@ class _Attention:
     """Write this step's K and V, then attend. Called inside a graph, or between two as an eager segment: it holds views
     of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive.
 
-    A uniform step does everything, rope included, in one op. A ragged one rotates first, inside the graph.
+    A step with one token a row does everything, rope included, in one op. Any other rotates first, inside the graph.
     """
 
     model: Decoder
@@ -150,7 +152,7 @@ class _Attention:
 
     def __call__(self) -> None:
         model, layer, a = self.model, self.layer, self.args
-        if a.query_len:
+        if a.query_len == 1:
             ops.decode_attention(
                 self.query,
                 self.key,
@@ -167,7 +169,6 @@ class _Attention:
                 a.row_slot,
                 a.seq_lens,
                 model.scale,
-                a.query_len,
                 a.num_rows,
                 a.num_splits,
                 self.out,

@@ -11,45 +11,39 @@ from compile_ops import TARGET, resources
 from triton.compiler import ASTSource
 
 from ostinato.kernels.triton_decode_fused import decode_fused_kernel, fused_config
-from ostinato.kernels.triton_decode_split import merge_kernel
 
 MODEL_POINTERS = {"q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
 FLOAT_POINTERS = {"cos_sin", "partial_acc", "partial_lse"}
-SCALARS = {"num_splits", "table_width"}
-# Head size, query heads per key head, query length, qk-norm, several splits, merged in the kernel, programmatic launch.
-# A few corners: each takes seconds.
-SHAPES: list[tuple[int, int, int, bool, bool, bool, bool]] = [
-    (64, 4, 1, False, False, False, False),
-    (64, 4, 1, False, True, True, True),
-    (128, 4, 1, False, True, True, False),
-    (128, 4, 1, False, True, True, True),
-    (128, 2, 1, True, True, True, True),
-    (128, 4, 8, True, True, True, True),
-    (256, 8, 1, False, True, True, False),
-    (256, 4, 1, True, True, True, True),
-    (128, 16, 4, False, True, False, True),
+SCALARS = {"table_width"}
+# Head size, query heads per key head, qk-norm, several splits, programmatic launch. A few corners: each takes seconds.
+SHAPES: list[tuple[int, int, bool, bool, bool]] = [
+    (64, 4, False, False, False),
+    (64, 4, False, True, True),
+    (128, 4, False, False, True),
+    (128, 2, True, False, True),
+    (128, 4, False, True, True),
+    (128, 2, True, True, True),
+    (256, 8, False, True, False),
+    (256, 4, True, True, True),
+    (128, 16, False, True, True),
 ]
 ELEMENT_SIZE = 2
 
 
 def cases() -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Kernel, compile-time arguments, launch options."""
-    for head_size, group, query_len, norm, split, merge, pdl in SHAPES:
-        config = fused_config(query_len, group, head_size, head_size // 2, ELEMENT_SIZE)
+    for head_size, group, norm, split, pdl in SHAPES:
+        num_rows, num_splits = (1, 28) if split else (64, 1)
+        config = fused_config(num_rows, num_splits, group, head_size, head_size // 2, ELEMENT_SIZE, norm)
         tiles = config.tiles
         shape = {
-            "QUERY_LEN": query_len, "QUERY_PAD": config.query_pad, "GROUP": group, "HEAD_SIZE": head_size,
-            "HEAD_PAD": tiles.head_pad, "BLOCK_SIZE": 16, "TILE": tiles.tile, "LIVE_PAD": config.live_pad,
-            "CHUNK": config.chunk, "PDL": pdl,
+            "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": tiles.head_pad, "HALF": head_size // 2,
+            "VECTOR": config.vector, "NORM": norm, "BLOCK_SIZE": 16, "NUM_QUERIES": tiles.num_queries,
+            "TILE": tiles.tile, "LIVE_PAD": config.live_pad, "CHUNK": config.chunk,
+            "SPLIT": split, "NATIVE": True, "PDL": pdl,
         }  # fmt: skip
-        own = {
-            "NEW_PAD": config.new_pad, "HALF": head_size // 2, "VECTOR": config.vector, "NORM": norm,
-            "NUM_QUERIES": tiles.num_queries, "SPLIT": split, "MERGE": merge, "NATIVE": True,
-        }  # fmt: skip
-        options = {"num_warps": tiles.num_warps, "launch_pdl": pdl}
-        yield decode_fused_kernel, shape | own, options | {"num_stages": tiles.num_stages}
-        if split and not merge:
-            yield merge_kernel, shape, options
+        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl}
+        yield decode_fused_kernel, shape, options
 
 
 def argument_type(name: str) -> str:
@@ -78,6 +72,7 @@ def main() -> None:
             "kernel": kernel.__name__,
             "choices": choices,
             "num_warps": options["num_warps"],
+            "num_stages": options["num_stages"],
             "shared_bytes": compiled.metadata.shared,
             "copies_ahead": ptx.count("cp.async.cg"),
             "waits": ptx.count("griddepcontrol.wait"),

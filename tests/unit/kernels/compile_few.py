@@ -15,9 +15,9 @@ from ostinato.kernels.few_configs import FewConfig, Kind, few_config
 from ostinato.kernels.triton_few_dot import dot_kernel
 from ostinato.kernels.triton_few_fma import linear_residual_kernel, norm_linear_kernel
 
-MODEL_POINTERS = {"residual", "norm_weight", "weight", "bias", "out", "x"}
+MODEL_POINTERS = {"residual", "norm_weight", "weight", "bias", "out", "x", "ahead"}
 ELEMENT_SIZE = 2
-EVENT = re.compile(r"griddepcontrol\.\w+|prefetch\.global|(?:ld|st)\.global[\w.:]*")
+EVENT = re.compile(r"griddepcontrol\.\w+|cp\.async\.bulk\.prefetch|(?:ld|st)\.global[\w.:]*")
 # Corners of the table, each of which takes a second or more, and sizes that are not in it.
 PROJECTIONS: list[tuple[Kind, int, int, int]] = [
     ("norm", 3072, 2048, 1), ("gated", 8192, 2048, 1), ("residual", 2048, 8192, 1), ("residual", 2048, 8192, 2),
@@ -32,7 +32,8 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], FewConfig, Kind]]:
     for kind, num_out, size, num_rows in PROJECTIONS:
         config = few_config(kind, num_out, size, num_rows)
         choices: dict[str, Any] = {"SIZE": size, "T": num_rows, "HAS_BIAS": num_rows == 2, "PDL": True}
-        choices |= config.tile(size, ELEMENT_SIZE)
+        choices["LANES"] = 32 * config.num_warps
+        choices |= config.tile()
         if num_rows != 2:
             choices["bias"] = None
         if config.dot:

@@ -50,6 +50,7 @@ def cases() -> Iterator[tuple[Any, int, dict[str, Any]]]:
         yield triton_elementwise.rope_kernel, 4, choices
     yield triton_elementwise.silu_mul_kernel, 4, {"BLOCK": triton_elementwise.SILU_BLOCK}
     yield triton_step.prepare_kernel, 4, {"BLOCK_SIZE": 16, "TILE": triton_step.PREPARE_TILE}
+    yield triton_step.embed_kernel, 4, {"SIZE": 2048, "BLOCK": triton_step.EMBED_BLOCK}
     yield triton_step.scatter_kernel, 4, {"TILE": triton_step.SCATTER_TILE}
     yield triton_step.advance_kernel, 4, {"TILE": triton_step.ADVANCE_TILE}
     yield triton_sampling.chunk_kernel, triton_sampling.CHUNK_NUM_WARPS, {"STOP_PAD": 64, "BIAS_PAD": 512}
@@ -86,6 +87,8 @@ def resources(cubin: bytes) -> dict[str, int]:
 def main() -> None:
     for kernel, num_warps, choices in cases():
         dtype = "bf16"
+        if "PDL" in kernel.arg_names:
+            choices = {**choices, "PDL": True}
         signature = {name: "constexpr" if name in choices else argument_type(name, dtype) for name in kernel.arg_names}
         aligned = {
             (index,): [["tt.divisibility", 16]]
@@ -93,8 +96,10 @@ def main() -> None:
             if signature[name].startswith("*") or "stride" in name or name in ("size", "num_vocab")
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=choices, attrs=aligned)
-        compiled = triton.compile(source, target=TARGET, options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "launch_pdl": choices.get("PDL", False)}
+        compiled = triton.compile(source, target=TARGET, options=options)
         report = {"kernel": kernel.__name__, "choices": choices, "shared_bytes": compiled.metadata.shared}
+        report["waits"] = compiled.asm["ptx"].count("griddepcontrol.wait")
         print(json.dumps(report | resources(compiled.asm["cubin"])), flush=True)
 
 

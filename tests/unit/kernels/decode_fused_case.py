@@ -18,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 @dataclass(frozen=True, slots=True)
 class FusedCase:
-    """Row r has `seq_lens[r]` positions, the last `query_len` of which are the step's; 0 marks a padded row."""
+    """Row r has `seq_lens[r]` positions, the last of which is the step's; 0 marks a padded row."""
 
     q: Tensor  # [T, H, D], like k and v [T, G, D] a view of one buffer [T, (H + 2 G) D]
     k: Tensor
@@ -32,12 +32,14 @@ class FusedCase:
     block_table: Tensor  # [S, W]: out-of-range ids beyond each length
     row_slot: Tensor
     seq_lens: Tensor
-    query_len: int
     num_rows: int
 
     @property
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.q.shape[2])
+
+    def counters(self) -> Tensor:
+        return torch.zeros(self.num_rows * self.k.shape[1] + 1, dtype=torch.int32, device=self.q.device)
 
     def on(self, device: str) -> FusedCase:
         """A deep copy, so that a run leaves the case as it is. The views stay views of one buffer."""
@@ -64,7 +66,7 @@ class FusedCase:
         op(
             self.q, self.k, self.v, self.positions, self.cos_sin, self.q_norm, self.k_norm, EPS, self.slot_mapping,
             self.pool[:, 0], self.pool[:, 1], self.block_table, self.row_slot, self.seq_lens, self.scale,
-            self.query_len, self.num_rows, num_splits, out, counters, pdl,
+            self.num_rows, num_splits, out, self.counters() if counters is None else counters, pdl,
         )  # fmt: skip
         assert torch.equal(self.q.nan_to_num(), before[0].nan_to_num()), "q was changed"
         assert torch.equal(self.k.nan_to_num(), before[1].nan_to_num()), "k was changed"
@@ -74,7 +76,6 @@ class FusedCase:
 
 def make_case(
     seq_lens: Sequence[int],
-    query_len: int = 1,
     *,
     num_kv_heads: int = 1,
     group: int = 3,
@@ -83,14 +84,14 @@ def make_case(
     norm: bool = False,
     dtype: torch.dtype = torch.float32,
     num_pad_tokens: int = 0,
-    num_known: Sequence[int] | None = None,
+    without_slot: Sequence[int] = (),
     seed: int = 0,
 ) -> FusedCase:
-    """`num_known[r]`: how many of the row's step tokens have a place (all of them unless given)."""
+    """`without_slot`: rows whose token has no place in the cache; what its position holds there is not the step's."""
     generator = torch.Generator().manual_seed(seed)
     rotated = head_size if rotated is None else rotated
     num_rows, num_heads = len(seq_lens), num_kv_heads * group
-    num_tokens = num_rows * query_len + num_pad_tokens
+    num_tokens = num_rows + num_pad_tokens
     width = max(1, *(-(-n // BLOCK_SIZE) for n in seq_lens)) + 1
     num_blocks = 2 + sum(-(-n // BLOCK_SIZE) for n in seq_lens)
     pool = torch.full((num_blocks, 2, BLOCK_SIZE, num_kv_heads, head_size), float("nan"), dtype=dtype)
@@ -101,20 +102,18 @@ def make_case(
     slot_mapping = torch.full((num_tokens + 2,), -1, dtype=torch.int32)
     qkv = torch.randn((num_tokens, num_heads + 2 * num_kv_heads, head_size), generator=generator).to(dtype)
     for row, seq_len in enumerate(seq_lens):
-        entries, tokens = table[int(slots[row])], slice(row * query_len, (row + 1) * query_len)
-        known = min(query_len, seq_len) if num_known is None else num_known[row]
+        entries = table[int(slots[row])]
         for position in range(seq_len):
             if position % BLOCK_SIZE == 0:
                 entries[position // BLOCK_SIZE] = free.pop()
             block, cell = int(entries[position // BLOCK_SIZE]), position % BLOCK_SIZE
-            index = position - (seq_len - known)
-            if index < 0:
+            if position < seq_len - 1 or row in without_slot:
                 pool[block, :, cell] = torch.randn((2, num_kv_heads, head_size), generator=generator).to(dtype)
             else:
-                positions[tokens.start + index] = position
-                slot_mapping[tokens.start + index] = block * BLOCK_SIZE + cell
+                positions[row] = position
+                slot_mapping[row] = block * BLOCK_SIZE + cell
         if seq_len == 0:
-            qkv[tokens] = float("nan")
+            qkv[row] = float("nan")
     angles = torch.rand((max(*seq_lens, 1), rotated // 2), generator=generator) * 6.3
     q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     weights = 1 + torch.randn((2, head_size), generator=generator).to(dtype) / 4
@@ -131,6 +130,5 @@ def make_case(
         block_table=table,
         row_slot=torch.cat([slots, slots.new_full((2,), OUT_OF_RANGE)]),
         seq_lens=torch.tensor([*seq_lens, OUT_OF_RANGE], dtype=torch.int32),
-        query_len=query_len,
         num_rows=num_rows,
     )

@@ -17,6 +17,7 @@ GPU = torch.cuda.is_available()
 REFERENCE, SAMPLING = "reference", "reference_sampling"
 MODULES = {
     "prepare": (REFERENCE, "triton_step"),
+    "embed": (REFERENCE, "triton_step"),
     "scatter": (REFERENCE, "triton_step"),
     "advance": (REFERENCE, "triton_step"),
     "rms_norm": (REFERENCE, "triton_elementwise"),

@@ -204,7 +204,7 @@ def test_a_chain_in_a_graph_waits_for_what_it_reads(num_rows: int) -> None:
         for square, gate_up, down in layers:
             ops.few_norm_linear(residual, ones, square, None, eps, hidden)
             between()
-            ops.few_linear_residual(hidden, square, None, residual)
+            ops.few_linear_residual(hidden, square, None, residual, gate_up)
             between()
             ops.few_gate_up_silu(residual, ones, gate_up, None, eps, activated)
             between()

@@ -38,15 +38,6 @@ def test_every_shape_has_a_config_that_covers_it(kind: Kind, num_out: int, size:
     assert 1 <= config.num_programs(num_out, 132) <= max(132 * config.programs_per_sm, 1)
 
 
-@given(size=st.integers(1, 20_000), block_n=st.sampled_from([1, 2, 16]), element_size=st.sampled_from([2, 4]))
-def test_prefetched_lines_cover_a_block(size: int, block_n: int, element_size: int) -> None:
-    lines = FewConfig(block_n, 16, 1, 1, 1).tile(size, element_size)["PREFETCH_LINES"]
-    assert is_power_of_2(lines)
-    for start in (0, size * element_size * block_n):  # blocks need not begin at a line
-        first, last = start // 128, (start + size * element_size * block_n - 1) // 128
-        assert last - first < lines
-
-
 def test_the_grid_is_one_wave_at_most() -> None:
     config = FewConfig(4, 2048, 8, 3, 1)
     assert config.num_programs(128_256, 132) == 3 * 132

@@ -26,8 +26,8 @@ def reports() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles(reports: list[dict[str, Any]]) -> None:
     assert {report["kernel"] for report in reports} == {
-        "rms_norm_kernel", "rope_kernel", "silu_mul_kernel", "prepare_kernel", "scatter_kernel", "advance_kernel",
-        "chunk_kernel", "pick_kernel", "logprobs_chunk_kernel", "logprobs_merge_kernel",
+        "rms_norm_kernel", "rope_kernel", "silu_mul_kernel", "prepare_kernel", "embed_kernel", "scatter_kernel",
+        "advance_kernel", "chunk_kernel", "pick_kernel", "logprobs_chunk_kernel", "logprobs_merge_kernel",
     }  # fmt: skip
 
 
@@ -35,3 +35,9 @@ def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) ->
     for report in reports:
         assert report["STACK"] == report["LOCAL"] == 0, report
         assert report["shared_bytes"] <= MAX_SHARED_BYTES, report
+
+
+def test_all_but_the_first_kernels_wait_for_their_predecessor(reports: list[dict[str, Any]]) -> None:
+    """`prepare` is launched in the ordinary way, which is what kernels that read its output early rely on."""
+    for report in reports:
+        assert report["waits"] == int(report["kernel"] not in ("prepare_kernel", "scatter_kernel")), report

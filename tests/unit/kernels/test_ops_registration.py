@@ -36,6 +36,8 @@ def example(name: str) -> tuple[Any, ...]:
     if name == "advance":
         counts, ring = filled(0, NUM_SLOTS, NUM_VOCAB), filled(9, 2, 4)
         return (*rows, ints(5, 6, 8, -1), 0, 4, tokens, *state[::-1], counts, ints(3), ring)
+    if name == "embed":
+        return (ints(2, 0), torch.randn(3, 5), torch.zeros(2, 5))
     if name == "scatter":
         return (filled(0, 9), torch.tensor([[3, 4], [8, 5], [0, 0]], dtype=torch.int32), 2)
     if name in ("rms_norm", "add_rms_norm"):
@@ -55,7 +57,7 @@ def example(name: str) -> tuple[Any, ...]:
     raise AssertionError(name)
 
 
-NAMES = ["prepare", "rms_norm", "add_rms_norm", "rope", "silu_mul", "scatter", "sample", "logprobs", "advance"]
+NAMES = ["prepare", "rms_norm", "add_rms_norm", "rope", "silu_mul", "embed", "scatter", "sample", "logprobs", "advance"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,4 +1,4 @@
-"""prepare, scatter and advance against a loop over rows and tokens, in both implementations."""
+"""prepare, embed, scatter and advance against a loop over rows and tokens, in both implementations."""
 
 from __future__ import annotations
 
@@ -149,3 +149,14 @@ def test_advance(implementation: Implementation, batch: Batch) -> None:
     wanted = (expected.tokens, expected.num_tokens, expected.num_computed, expected.counts)
     for actual, tensor in zip(fields, wanted, strict=True):
         assert torch.equal(actual.cpu(), tensor)
+
+
+@pytest.mark.parametrize("size", [5, 64, 1500])
+def test_embed(implementation: Implementation, size: int) -> None:
+    """Rows of more than a block; a view of a wider buffer, of which nothing else is touched."""
+    weight = torch.randn(9, size)
+    token_ids = torch.tensor([8, 0, 3, 3], dtype=torch.int32)
+    wide = torch.full((4, size + 3), -7.0, device=implementation.device)
+    implementation.embed(token_ids.to(implementation.device), weight.to(implementation.device), wide[:, :size])
+    assert torch.equal(wide[:, :size].cpu(), weight[token_ids.long()])
+    assert (wide[:, size:] == -7.0).all()

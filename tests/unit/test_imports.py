@@ -33,6 +33,7 @@ def cpu_seconds(code: str) -> float:
         "from ostinato.cli.main import main; main(['--version'])",
         "from ostinato.cli.main import main; main(['generate', '--help'])",
         "from ostinato.cli.main import main; main(['bench', '--help'])",
+        "from ostinato.cli.main import main; main(['bench', 'decode', '--help'])",
     ],
 )
 def test_is_quick_and_needs_no_torch(code: str) -> None:

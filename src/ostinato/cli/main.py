@@ -7,7 +7,7 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ostinato
 from ostinato.cli.parser import Parser, UsageError, explain_unknown
@@ -17,10 +17,12 @@ COMMANDS = {
     "generate": "complete prompts",
     "chat": "talk with a model in the terminal",
     "plan": "memory and recordings of a model, before it is loaded",
-    "bench": "decode latency by CUDA graph mode and batch size",
+    "bench": "measurements on this machine: latency, throughput, start-up, kernels",
     "demo": "four chat prompts in one batch, and what the engine did",
 }
-"""Each is the module of that name, with `configure(parser)` and `run(args) -> int`."""
+"""Each is the module of that name, with `configure(parser)` and `run(args) -> int`, or with `COMMANDS` of its own."""
+
+_DESCRIPTION = "An LLM inference engine whose GPU work is recorded once and repeated."
 
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 
@@ -44,32 +46,42 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
+    return _enter("ostinato", "ostinato.cli", _DESCRIPTION, COMMANDS, words)
+
+
+def _enter(prog: str, package: str, description: str | None, commands: Mapping[str, str], words: list[str]) -> int:
     if not words or words[0].startswith("-"):
-        root = _root()
-        root.parse(words)
-        root.print_help()
+        index = _index(prog, description, commands)
+        index.parse(words)
+        index.print_help()
         return 0 if words else EXIT_ERROR
-    name = words[0]
-    if name not in COMMANDS:
-        raise UsageError(explain_unknown("command", name, COMMANDS, "ostinato"))
-    command = importlib.import_module(f"ostinato.cli.{name}")
-    parser = Parser(prog=f"ostinato {name}", description=command.__doc__)
+    name, rest = words[0], words[1:]
+    if name not in commands:
+        raise UsageError(explain_unknown("command", name, commands, prog))
+    command = importlib.import_module(f"{package}.{name}")
+    if (inner := getattr(command, "COMMANDS", None)) is not None:
+        return _enter(f"{prog} {name}", command.__name__, command.__doc__, inner, rest)
+    parser = Parser(prog=f"{prog} {name}", description=command.__doc__)
     parser.add_argument("--verbose", "-v", action="store_true", help="log what the engine decides at start-up")
     command.configure(parser)
-    args = parser.parse(words[1:])
+    args = parser.parse(rest)
+    args.command_line = [*prog.split(), name, *rest]
     logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(levelname)s %(message)s")
     code: int = command.run(args)
     return code
 
 
-def _root() -> Parser:
-    lines = "\n".join(f"  {name:<10} {what}" for name, what in COMMANDS.items())
+def _index(prog: str, description: str | None, commands: Mapping[str, str]) -> Parser:
+    """What answers `--help` where a command has to follow."""
+    is_root = prog == "ostinato"
+    lines = "\n".join(f"  {name:<10} {what}" for name, what in commands.items())
     parser = Parser(
-        prog="ostinato",
-        usage="ostinato COMMAND ... | --help | --version",
-        description="An LLM inference engine whose GPU work is recorded once and repeated.",
-        epilog=f"commands (ostinato COMMAND --help for the options of each):\n{lines}",
+        prog=prog,
+        usage=f"{prog} COMMAND ... | --help" + (" | --version" if is_root else ""),
+        description=description,
+        epilog=f"commands ({prog} COMMAND --help for the options of each):\n{lines}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--version", action="version", version=f"ostinato {ostinato.__version__}")
+    if is_root:
+        parser.add_argument("--version", action="version", version=f"ostinato {ostinato.__version__}")
     return parser

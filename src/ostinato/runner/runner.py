@@ -31,6 +31,7 @@ from ostinato.models.weights import DecoderWeights
 from ostinato.runner import logprobs
 from ostinato.runner.checker import StepChecker
 from ostinato.runner.inputs import StepBuffers
+from ostinato.runner.observer import StepObserver
 from ostinato.runner.state import Patches, RequestState
 from ostinato.step import Admission, StepPlan, StepResult
 
@@ -92,6 +93,7 @@ class Runner:
         self._num_launched = 0
         self._live_rows = 0
         self._checker: StepChecker | None = None
+        self._observer: StepObserver | None = None
         for name, tensor in (*state.named(), *buffers.named()):
             self.statics.add(name, partial(_same, tensor))
         for name, _ in model.weights.named():
@@ -139,6 +141,10 @@ class Runner:
     def enable_check(self, checker: StepChecker) -> None:
         self._checker = checker
 
+    def observe(self, observer: StepObserver | None) -> None:
+        """From the next launch on; None ends it. Nothing may be in flight."""
+        self._observer = observer
+
     @property
     def num_checked(self) -> int:
         """Replays that were compared with an eager run, bit for bit."""
@@ -161,7 +167,12 @@ class Runner:
         if self._checker is not None:
             self._checker.follow(plan)
         self._live_rows = plan.num_rows
-        self._run(decision, plan)
+        if self._observer is None:
+            self._run(decision, plan)
+        else:
+            self._observer.launching(plan)
+            self._run(decision, plan)
+            self._observer.launched(plan)
         wanted = tuple(self._wanted_logprobs[row.slot] for row in plan.rows) if self._any_logprobs else ()
         fetched = logprobs.fetch(self.buffers, plan.num_rows) if any(count >= 0 for count in wanted) else None
         prompt = self._prompt_logprobs(plan) if self._prompts else {}
@@ -175,8 +186,12 @@ class Runner:
 
     def collect(self, step: InFlight) -> StepResult:
         """Waits until the step is done; its tokens in the plan's row order."""
+        if self._observer is not None:
+            self._observer.waiting(step.plan)
         if step.event is not None:
             step.event.synchronize()
+        if self._observer is not None:
+            self._observer.collected(step.plan)
         ring = self.buffers.ring[step.ring_row]
         tokens = tuple(ring[: step.plan.num_rows].tolist())
         if _UNWRITTEN in tokens:

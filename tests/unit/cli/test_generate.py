@@ -1,10 +1,9 @@
-"""`generate` and `bench modes` on random weights, token ids in and out."""
+"""`generate` on random weights, token ids in and out."""
 
 from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 
@@ -76,28 +75,3 @@ def test_errors(
     err = capsys.readouterr().err
     assert message in err
     assert err.count("ostinato: error: ") == 1
-
-
-def test_bench_modes(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "modes.json"
-    words = "--load-format dummy --device cpu --batch 1,3 --max-num-batched-tokens 32 --prompt-len 5 --output-len 6"
-    assert main(["bench", "modes", model, *words.split(), "--bandwidth", "0.01", "--json", str(file)]) == 0
-    assert "of floor" in capsys.readouterr().out
-    report = json.loads(file.read_text())
-    assert [result["mode"] for result in report["results"]] == ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"]
-    assert report["model"]["num_layers"] == 3
-    assert report["weight_bytes_per_step"] > 0
-    by_mode = {result["mode"]: result for result in report["results"]}
-    assert by_mode["NONE"]["num_recordings"] == 0
-    assert all(row["graph_launches"] is None for row in by_mode["NONE"]["timings"])
-    for row in by_mode["PIECEWISE"]["timings"]:
-        assert (row["runtime_mode"], row["graph_launches"], row["eager_calls"]) == ("PIECEWISE", 4, 3)
-    for mode in ("FULL", "FULL_AND_PIECEWISE"):
-        for row in by_mode[mode]["timings"]:
-            assert (row["runtime_mode"], row["graph_launches"], row["eager_calls"]) == ("FULL", 1, 0)
-            assert row["padded_rows"] == row["batch"]
-            assert row["kernel_nodes"] > 0
-            assert row["spread_ms"] >= 0
-            assert row["ttft_ms"] > 0
-    assert len(by_mode["FULL"]["recordings"]) == by_mode["FULL"]["num_recordings"]
-    assert {"python", "torch", "ostinato", "device"} <= report["environment"].keys()

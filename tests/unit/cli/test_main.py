@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import ostinato
-from ostinato.cli import generate
+from ostinato.cli import bench, generate
 from ostinato.cli.main import COMMANDS, main
 from ostinato.cli.report import describe_key, format_bytes
 from ostinato.graphs.dispatch import BatchKey
@@ -38,7 +38,22 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["plan", "M", "--memory", "much"], "'much' is not a size"),
         (["plan", "M", "--memory", "1GiB", "--device", "cpu"], "leave out --device cpu"),
         (["chat", "M", "--n", "2"], "one answer at a time"),
-        (["bench", "tokens", "M"], "invalid choice: 'tokens'"),
+        (["bench", "mode", "M"], "unknown command mode: did you mean modes?"),
+        (["bench", "decode", "M", "--runs", "2"], "--runs 2: must be at least 3"),
+        (["bench", "decode", "M", "--batch", "4,0"], "--batch 4,0: must be at least 1"),
+        (["bench", "decode", "M", "--output-len", "1"], "--output-len 1: must be at least 2"),
+        (["bench", "decode", "M", "--batch", "8", "--max-num-seqs", "4"], "--max-num-seqs 4 is below --batch 8"),
+        (["bench", "decode", "M", "--bandwidth", "fast"], "'fast' is neither auto nor a number of TB/s above 0"),
+        (["bench", "decode", "M", "--bandwidth", "0"], "'0' is neither auto nor a number of TB/s above 0"),
+        (["bench", "decode", "M", "--enable-prefix-caching"], "would spoil"),
+        (["bench", "prefill", "M", "--prompt-len", "0"], "--prompt-len 0: must be at least 1"),
+        (["bench", "throughput", "M", "--min-len", "9", "--max-len", "8"], "--max-len 8 is below --min-len 9"),
+        (["bench", "throughput", "M", "--runs", "0"], "--runs 0: must be at least 1"),
+        (["bench", "startup", "M", "--json", "/no/such/folder/x.json"], "there is no folder"),
+        (["bench", "profile", "M", "--steps", "0"], "--steps 0: must be at least 1"),
+        (["bench", "profile", "M", "--runs", "3"], "unknown option --runs"),
+        (["bench", "modes", "M", "--modes", "FULL,PEACEWISE"], "did you mean PIECEWISE?"),
+        (["bench", "modes", "M", "--modes", ","], "--modes names none"),
         (["bench", "modes", "M", "--runs", "2"], "--runs 2: must be at least 3"),
         (["bench", "modes", "M", "--enforce-eager"], "goes through the modes in --modes"),
         (["bench", "modes", "M", "--enable-prefix-caching"], "would spoil"),
@@ -52,6 +67,19 @@ def test_errors_are_one_line_and_exit_2(words: list[str], message: str, capsys: 
     assert captured.err.startswith("ostinato: error: ")
     assert message in captured.err
     assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", bench.COMMANDS)
+def test_each_measurement_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", name, "--help"]) == 0
+    assert f"usage: ostinato bench {name} [OPTIONS] MODEL" in capsys.readouterr().out
+
+
+def test_bench_lists_its_measurements(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in bench.COMMANDS)
+    assert main(["bench"]) == 2
 
 
 def test_nothing_typed_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:

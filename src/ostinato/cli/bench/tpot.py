@@ -7,6 +7,7 @@ timing; greedy, no stop, no text. Prefix caching has to be off.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import time
@@ -53,24 +54,36 @@ class Timing:
     kernel_nodes: int | None
 
 
-def measure(llm: LLM, batches: Sequence[int], workload: Workload, on_run: Callable[[], None]) -> list[Timing]:
-    """`on_run` is called after each timing: `num_timings` times in all."""
-    rng = random.Random(0)
-    return [_measure_batch(llm, batch, workload, rng, on_run) for batch in batches]
+class Prompts:
+    """Random token ids, the same ones in every process."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        self._ids = range(min(LOWEST_ID, vocab_size - 1), min(HIGHEST_ID, vocab_size))
+        self._rng = random.Random(seed)
+
+    def draw(self, num_tokens: int) -> list[int]:
+        return self._rng.choices(self._ids, k=num_tokens)
+
+
+def generate_s(llm: LLM, prompts: Prompts, batch: int, prompt_len: int, output_len: int) -> float:
+    """Seconds that a batch of new prompts takes, from handing it over to its last token."""
+    batch_ids = [prompts.draw(prompt_len) for _ in range(batch)]
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len, detokenize=False)
+    start = time.perf_counter()
+    llm.generate(batch_ids, params)
+    return time.perf_counter() - start
 
 
 def num_timings(batches: Sequence[int], workload: Workload) -> int:
+    """How often `measure_batch` calls `on_run`, over all batches."""
     return len(batches) * (1 + 2 * workload.num_runs)
 
 
-def _measure_batch(llm: LLM, batch: int, workload: Workload, rng: random.Random, on_run: Callable[[], None]) -> Timing:
+def measure_batch(llm: LLM, batch: int, workload: Workload, prompts: Prompts, on_run: Callable[[], None]) -> Timing:
+    """`on_run` is called after each timing."""
+
     def timed(output_len: int) -> float:
-        ids = range(min(LOWEST_ID, workload.vocab_size - 1), min(HIGHEST_ID, workload.vocab_size))
-        prompts = [rng.choices(ids, k=workload.prompt_len) for _ in range(batch)]
-        params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=output_len, detokenize=False)
-        start = time.perf_counter()
-        llm.generate(prompts, params)
-        seconds = time.perf_counter() - start
+        seconds = generate_s(llm, prompts, batch, workload.prompt_len, output_len)
         on_run()
         return seconds
 
@@ -79,7 +92,7 @@ def _measure_batch(llm: LLM, batch: int, workload: Workload, rng: random.Random,
     ones = [timed(1) for _ in range(workload.num_runs)]
     many = [timed(workload.output_len) for _ in range(workload.num_runs)]
     after = llm.stats()
-    step = _usual_step(before, after.steps, batch)
+    step = _usual_step(steps_between(before, after.steps), batch)
     recording = find_recording(after.recordings, step)
     ms = 1e3 / (workload.output_len - 1)
     return Timing(
@@ -96,16 +109,28 @@ def _measure_batch(llm: LLM, batch: int, workload: Workload, rng: random.Random,
     )
 
 
-def _usual_step(before: Sequence[StepCount], after: Sequence[StepCount], batch: int) -> StepCount:
-    """The kind of decode step that most of the new steps were: one that came most often with `batch` tokens each."""
+def steps_between(before: Sequence[StepCount], after: Sequence[StepCount]) -> list[StepCount]:
+    """What `after` counts and `before` does not."""
     seen = {(step.mode, step.key, step.reason): step for step in before}
-
-    def new(step: StepCount) -> tuple[int, int]:
+    new = []
+    for step in after:
         old = seen.get((step.mode, step.key, step.reason))
-        return (step.count - old.count, step.live_tokens - old.live_tokens) if old else (step.count, step.live_tokens)
+        if old is not None:
+            step = dataclasses.replace(
+                step,
+                count=step.count - old.count,
+                live_tokens=step.live_tokens - old.live_tokens,
+                padded_tokens=step.padded_tokens - old.padded_tokens,
+            )
+        if step.count:
+            new.append(step)
+    return new
 
-    decode = [step for step in after if new(step)[0] and new(step)[1] == batch * new(step)[0]]
-    return max(decode or after, key=lambda step: new(step)[0])
+
+def _usual_step(steps: Sequence[StepCount], batch: int) -> StepCount:
+    """The kind of decode step that most were: one that came most often with `batch` tokens each."""
+    decode = [step for step in steps if step.live_tokens == batch * step.count]
+    return max(decode or steps, key=lambda step: step.count)
 
 
 def find_recording(recordings: Sequence[RecordingStat], step: StepCount) -> RecordingStat | None:

@@ -1,6 +1,6 @@
 """Tunes the few-row step on a Hopper GPU: its projections and its attention, in each other's company.
 
-    python benchmarks/tune_few.py results.json [--models llama-1b,...] [--rows 1,2,4] [--seconds 150]
+    python benchmarks/tune_few.py results.json [--models llama-1b,...] [--rows 1,2,4] [--write FILE]
 
 A step is a chain of kernels that start before their predecessors end, so what a kernel leaves of the registers and when
 it lets its successor in shows in the others' time. Every candidate is therefore timed in a CUDA graph of whole layers
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import astuple, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -27,6 +28,7 @@ from torch import Tensor
 
 from ostinato.kernels import ops, reference_attention, reference_few, triton_decode_fused, triton_few
 from ostinato.kernels.few_configs import FewConfig, Kind, few_config
+from ostinato.kernels.few_tuned import TUNED
 from ostinato.kernels.splits import choose_num_splits
 from ostinato.kernels.triton_decode_fused import FusedConfig, fused_config
 
@@ -118,6 +120,19 @@ def tilings(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
                 yield FewConfig(block_n, block_k, num_warps, 1, 0, dot=True)
 
 
+def streams(kind: Kind, size: int) -> Iterator[FewConfig]:
+    """Configs that keep 32 to 200 KB a multiprocessor on their way through shared memory."""
+    whole = 1 << (size - 1).bit_length()
+    halves = 2 if kind == "gated" else 1
+    for block_n, num_warps, stages in itertools.product((1, 2, 4, 8), (2, 4, 8, 16), (3, 4, 6)):
+        tile = block_n * halves * whole
+        if 8 <= tile // (32 * num_warps) <= 32 and whole // (32 * num_warps) <= 32:
+            for programs in (1, 2, 3, 4, 6, 8):
+                in_flight = 2 * (stages - 1) * tile * programs
+                if 32 * 1024 <= in_flight <= 200 * 1024 and programs * num_warps <= 32:
+                    yield FewConfig(block_n, whole, num_warps, programs, 0, stages=stages)
+
+
 def candidates(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
     """What is compiled: tilings, within all registers or some."""
     for tiling, registers in itertools.product(tilings(kind, size, num_rows), REGISTERS):
@@ -128,6 +143,8 @@ def candidates(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
 
 def resident(config: FewConfig) -> list[int]:
     """Programs per multiprocessor worth trying: 8 to 32 warps, on tensor cores 4 to 16."""
+    if config.stages:
+        return [config.programs_per_sm]
     sizes = (4, 8, 16) if config.dot else (8, 16, 24, 32)
     return sorted({max(num_warps // config.num_warps, 1) for num_warps in sizes})
 
@@ -144,11 +161,9 @@ def attention_candidates(one: Model, num_rows: int) -> list[FusedConfig]:
     return found
 
 
-def launch(
-    config: FewConfig, shape: Shape, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, ahead: Tensor | None = None
-) -> None:
+def launch(config: FewConfig, shape: Shape, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> None:
     norm_weight = None if shape.kind == "residual" else norm
-    triton_few.launch(config, shape.kind, x, norm_weight, weight, None, EPS, out, ahead)
+    triton_few.launch(config, shape.kind, x, norm_weight, weight, None, EPS, out)
 
 
 def reference(shape: Shape, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -309,12 +324,10 @@ class Step:
         def run() -> None:
             for layer in range(one.num_layers):
                 for index, (shape, (x, out)) in enumerate(zip(one.layer, ends, strict=True)):
-                    following = layer + (index == 3)
-                    ahead = self.weights[(index + 1) % 4][following] if following < one.num_layers else head
-                    project(shape, x, self.norm[: shape.size], self.weights[index][layer], out, ahead)
+                    project(shape, x, self.norm[: shape.size], self.weights[index][layer], out)
                     if index == 0:
                         heads.attend(self.attention, layer, heads.out)
-            project(one.head, self.residual, self.norm[: one.head.size], head, self.logits, head)
+            project(one.head, self.residual, self.norm[: one.head.size], head, self.logits)
 
         heads.set_context(CONTEXTS[0])
         graph = record(run)
@@ -371,9 +384,7 @@ class Tuner:
                 if self.late():
                     return
                 self.consider(str(shape), replace(tiling, programs_per_sm=programs), put, self.step.few[shape])
-        changes = [{"prefetch": count} for count in (0, 1, 2, 4)]
-        if shape.kind == "residual":
-            changes = [{"ahead_bytes": size << 20} for size in (0, 2, 4, 8, 12, 16, 24, 32)] + changes
+        changes = [] if self.step.few[shape].stages else [{"prefetch": count} for count in (0, 1, 2)]
         for change in changes:
             if self.late():
                 return
@@ -391,7 +402,7 @@ class Tuner:
             heads.num_splits = old
 
 
-def unfused(shape: Shape, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, _ahead: Tensor) -> None:
+def unfused(shape: Shape, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor) -> None:
     """The separate ops."""
     if shape.kind == "residual":
         out.add_(F.linear(x, weight))
@@ -402,13 +413,23 @@ def unfused(shape: Shape, x: Tensor, norm: Tensor, weight: Tensor, out: Tensor, 
         torch.mm(ops.rms_norm(x, norm, EPS), weight.t(), out=out)
 
 
+def write_table(path: Path, step: Step) -> None:
+    """Replaces a step's rows; the beginning of the file stays."""
+    for shape, config in step.few.items():
+        TUNED[shape.kind, shape.num_out, shape.size, step.num_rows] = astuple(config)
+    head = path.read_text().split(" = {\n")[0]
+    rows = [f"    {key!r}: {value!r},\n".replace("'", '"') for key, value in TUNED.items()]
+    path.write_text(head + " = {\n" + "".join(rows) + "}\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results")
     parser.add_argument("--models", default=",".join(one.name for one in MODELS))
     parser.add_argument("--rows", default="1,2,4")
     parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--keep-tilings", action="store_true", help="only attention, prefetching and early starts")
+    parser.add_argument("--only", choices=("attention", "streams"), help="not every kind of tiling")
+    parser.add_argument("--write", type=Path, help="few_tuned.py, in which the rows of these shapes are replaced")
     options = parser.parse_args()
     started = time.time()
     models = [one for one in MODELS if one.name in options.models.split(",")]
@@ -419,23 +440,22 @@ def main() -> None:
         for shape in one.shapes
         for num_rows in rows
     ]
-    few = (
-        table
-        if options.keep_tilings
-        else table
-        + [
-            (kind, size, num_rows, config)
-            for kind, size in sorted({(shape.kind, shape.size) for one in models for shape in one.shapes})
-            for num_rows in rows
-            for config in candidates(kind, size, num_rows)
-        ]
-    )
+    shapes = sorted({(shape.kind, shape.size) for one in models for shape in one.shapes})
+    few = list(table)
+    for (kind, size), num_rows in itertools.product(shapes, rows):
+        if options.only is None:
+            few += [(kind, size, num_rows, config) for config in candidates(kind, size, num_rows)]
+        if options.only != "attention" and num_rows <= 2:
+            few += [(kind, size, num_rows, config) for config in streams(kind, size)]
+    few = list(dict.fromkeys(few))
+    kernels = {(*case[:3], replace(case[3], programs_per_sm=1)): case for case in few}
     attention = [(one.name, rows[0], config) for one in models for config in attention_candidates(one, rows[0])]
     with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
-        verdicts = dict(zip(few, pool.map(check, few, chunksize=2), strict=True))
+        checked = dict(zip(kernels, pool.map(check, kernels.values(), chunksize=2), strict=True))
+        verdicts = {case: checked[*case[:3], replace(case[3], programs_per_sm=1)] for case in few}
         attention_verdicts = dict(zip(attention, pool.map(check_attention, attention, chunksize=1), strict=True))
     bad = {str(case): verdict for case, verdict in (verdicts | attention_verdicts).items() if verdict}
-    print(f"checked {len(few)} + {len(attention)} in {time.time() - started:.0f} s; bad: {len(bad)}")
+    print(f"checked {len(kernels)} + {len(attention)} in {time.time() - started:.0f} s; bad: {len(bad)}")
     for case, verdict in list(bad.items())[:8]:
         print("  ", case, verdict[:160])
 
@@ -458,7 +478,7 @@ def main() -> None:
         for around in range(2):
             for shape in (one.layer[2], one.layer[3], one.layer[0], one.layer[1], one.head):
                 tilings = [c[3] for c in few if c[:3] == (shape.kind, shape.size, num_rows) and not verdicts[c]]
-                tilings = [] if options.keep_tilings else tilings
+                tilings = [] if options.only == "attention" else tilings
                 tuner.projection(shape, tilings)
             times[f"around {around}"] = step.ms()
             tuner.attention(good)
@@ -479,6 +499,8 @@ def main() -> None:
             print("   ", row, flush=True)
         with open(options.results, "w") as file:
             json.dump(report, file)
+        if options.write is not None and sum(times["final"]) < sum(times["table"]):
+            write_table(options.write, step)
     print(f"done at {time.time() - started:.0f} s")
 
 

@@ -159,7 +159,7 @@ _OPS: Final = (
         "few_linear_residual",
         "reference_few",
         "triton_few",
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual, Tensor? ahead=None) -> ()",
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual) -> ()",
         _no_output,
     ),
     _Op("embed", "reference", "triton_step", "(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()", _no_output),
@@ -437,16 +437,12 @@ def few_gate_up_silu(
     _few_gate_up_silu(residual, norm_weight, weight, bias, eps, out)
 
 
-def few_linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, ahead: Tensor | None = None
-) -> None:
+def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     """`residual += x @ weight.T + bias` for a few rows; the linear's output is rounded, then the sum.
 
-    `x [T, K]`, `weight [C, K]` contiguous, `bias [C]`, `residual! [T, C]`. `ahead`: what the next kernel will read, a
-    contiguous tensor that no kernel of the step writes; its beginning may be asked for in L2. Otherwise as
-    `few_norm_linear`.
+    `x [T, K]`, `weight [C, K]` contiguous, `bias [C]`, `residual! [T, C]`. Otherwise as `few_norm_linear`.
     """
-    _few_linear_residual(x, weight, bias, residual, ahead)
+    _few_linear_residual(x, weight, bias, residual)
 
 
 def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:

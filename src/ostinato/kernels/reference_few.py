@@ -27,8 +27,6 @@ def few_gate_up_silu(
     out.copy_(silu_mul(F.linear(rms_norm(residual, norm_weight, eps), weight, bias)))
 
 
-def few_linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, ahead: Tensor | None = None
-) -> None:
+def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     """See `ops.few_linear_residual`."""
     residual.add_(F.linear(x, weight, bias))

@@ -1,6 +1,6 @@
 """CUDA implementations of the fused projections for a few rows: a step that reads every weight once, and little else.
 
-At a few rows a projection is a stream of weights from device memory. Five things keep the stream from pausing:
+At a few rows a projection is a stream of weights from device memory. Four things keep the stream from pausing:
 
 - Programs are persistent (one wave, a few per multiprocessor). Each walks over blocks of output rows and loads the next
   tile of weights before it is done with the present one.
@@ -9,8 +9,6 @@ At a few rows a projection is a stream of weights from device memory. Five thing
 - The norm in front, and the activation or the residual add behind, are part of the kernel: every program normalises
   the few rows itself, which costs a read of some kilobytes from L2 and saves a kernel.
 - Weights pass through the caches as first to evict, so that the rows stay.
-- While it waits, a kernel can ask for the beginning of its successor's weights in L2: between two kernels there is a
-  pause of some microseconds in which everyone waits for a few kilobytes, and memory would have nothing to do.
 
 Order of memory accesses. Only weights, which no kernel of a step writes, are read before the wait. The wait returns
 when all kernels launched before have finished: the predecessor, and, since it waited too, everything before it. So all
@@ -31,6 +29,7 @@ from torch import Tensor
 from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind, few_config
 from ostinato.kernels.triton_few_dot import dot_kernel
 from ostinato.kernels.triton_few_fma import linear_residual_kernel, norm_linear_kernel
+from ostinato.kernels.triton_few_stream import stream_kernel
 from ostinato.kernels.triton_launch import early, num_multiprocessors
 
 __all__ = ["few_gate_up_silu", "few_linear_residual", "few_norm_linear", "launch"]
@@ -50,11 +49,9 @@ def few_gate_up_silu(
     launch(_config("gated", residual, out), "gated", residual, norm_weight, weight, bias, eps, out)
 
 
-def few_linear_residual(
-    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, ahead: Tensor | None = None
-) -> None:
+def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
     """See `ops.few_linear_residual`."""
-    launch(_config("residual", x, residual), "residual", x, None, weight, bias, 0.0, residual, ahead)
+    launch(_config("residual", x, residual), "residual", x, None, weight, bias, 0.0, residual)
 
 
 def launch(
@@ -66,7 +63,6 @@ def launch(
     bias: Tensor | None,
     eps: float,
     out: Tensor,
-    ahead: Tensor | None = None,
 ) -> None:
     """Any of the three ops with a given config. Residual: `out` is added to, `norm_weight` is None, `eps` not read."""
     (num_rows, num_out), size = out.shape, weight.shape[1]
@@ -84,19 +80,19 @@ def launch(
         "maxnreg": config.max_registers,
     }
     gated = kind == "gated"
-    ahead_bytes = 0
-    if kind == "residual" and ahead is not None and ahead.data_ptr() % 16 == 0:
-        ahead_bytes = min(config.ahead_bytes, ahead.numel() * ahead.element_size())
-    next_weight = weight if ahead is None else ahead
-    if config.dot:
+    if config.stages:
+        del compile_time["LANES"]
+        stream_kernel[grid](
+            x, norm_weight, weight, bias, out, eps, num_out, *strides,
+            NORM=kind != "residual", GATED=gated, ADD=kind == "residual", STAGES=config.stages, **compile_time,
+        )  # fmt: skip
+    elif config.dot:
         dot_kernel[grid](
-            x, norm_weight, weight, bias, out, next_weight, eps, num_out, *strides, config.prefetch, ahead_bytes,
+            x, norm_weight, weight, bias, out, eps, num_out, *strides, config.prefetch,
             NORM=kind != "residual", GATED=gated, ADD=kind == "residual", **compile_time,
         )  # fmt: skip
     elif kind == "residual":
-        linear_residual_kernel[grid](
-            x, weight, bias, out, next_weight, num_out, *strides, config.prefetch, ahead_bytes, **compile_time
-        )
+        linear_residual_kernel[grid](x, weight, bias, out, num_out, *strides, config.prefetch, **compile_time)
     else:
         norm_linear_kernel[grid](
             x, norm_weight, weight, bias, out, eps, num_out, *strides, config.prefetch, GATED=gated, **compile_time

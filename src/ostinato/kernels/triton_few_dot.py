@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.kernels.triton_few_tile import prefetch_ahead, prefetch_weights, swiglu
+from ostinato.kernels.triton_few_tile import prefetch_weights, swiglu
 
 __all__ = ["dot_kernel"]
 
@@ -67,20 +67,18 @@ def _finish(acc, bias, outputs, num_out, HAS_BIAS: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["prefetch", "ahead_bytes"])
+@triton.jit(do_not_specialize=["prefetch"])
 def dot_kernel(
     x,
     norm_weight,
     weight,
     bias,
     out,
-    ahead,
     eps,
     num_out,
     x_stride,
     out_stride,
     prefetch,
-    ahead_bytes,
     SIZE: tl.constexpr,
     T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -111,8 +109,6 @@ def dot_kernel(
             prefetch_weights(weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
             if GATED:
                 prefetch_weights(up_weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
-        if ADD:
-            prefetch_ahead(ahead, ahead_bytes, LANES)
         gdc_wait()
 
     if NORM:

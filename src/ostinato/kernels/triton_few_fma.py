@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ostinato.kernels.triton_few_tile import load_weights, prefetch_ahead, prefetch_weights, swiglu
+from ostinato.kernels.triton_few_tile import load_weights, prefetch_weights, swiglu
 
-__all__ = ["linear_residual_kernel", "norm_linear_kernel"]
+__all__ = ["linear_residual_kernel", "multiply", "norm_linear_kernel", "normalise", "sum_inputs"]
 
 
 @triton.jit
-def _normalise(value, scale, eps, SIZE: tl.constexpr):
+def normalise(value, scale, eps, SIZE: tl.constexpr):
     """RMSNorm of one row, with its two roundings (see `ops.rms_norm`)."""
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
@@ -28,7 +28,7 @@ def _normalise(value, scale, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _multiply(tile, rows, T: tl.constexpr):
+def multiply(tile, rows, T: tl.constexpr):
     """Products of a tile [BLOCK_N, K] and each of T rows [K], float32."""
     products = ()
     for t in tl.static_range(T):
@@ -52,7 +52,7 @@ def _add_quadruples(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def _sum_inputs(products, T: tl.constexpr):
+def sum_inputs(products, T: tl.constexpr):
     """Sums of T tiles [BLOCK_N, K] over K: T vectors [BLOCK_N]. One reduction, because each crosses warps, and so
     waits at two barriers."""
     if T == 1:
@@ -114,7 +114,7 @@ def norm_linear_kernel(
         loaded = loaded + (tl.load(residual + t * residual_stride + columns, mask=inside, other=0.0),)
     rows = ()
     for t in tl.static_range(T):
-        rows = rows + (_normalise(loaded[t], scale, eps, SIZE),)
+        rows = rows + (normalise(loaded[t], scale, eps, SIZE),)
 
     for start in tl.range(first, num_out, stride):
         next_tile = load_weights(weight, start + stride, num_out, columns, SIZE, BLOCK_N, MASKED)
@@ -122,9 +122,9 @@ def norm_linear_kernel(
             next_up_tile = load_weights(up_weight, start + stride, num_out, columns, SIZE, BLOCK_N, MASKED)
         outputs = start + tl.arange(0, BLOCK_N)
         live = outputs < num_out
-        sums = _sum_inputs(_multiply(tile, rows, T), T)
+        sums = sum_inputs(multiply(tile, rows, T), T)
         if GATED:
-            up_sums = _sum_inputs(_multiply(up_tile, rows, T), T)
+            up_sums = sum_inputs(multiply(up_tile, rows, T), T)
         for t in tl.static_range(T):
             result = sums[t]
             if HAS_BIAS:
@@ -141,18 +141,16 @@ def norm_linear_kernel(
             up_tile = next_up_tile
 
 
-@triton.jit(do_not_specialize=["prefetch", "ahead_bytes"])
+@triton.jit(do_not_specialize=["prefetch"])
 def linear_residual_kernel(
     x,
     weight,
     bias,
     residual,
-    ahead,
     num_out,
     x_stride,
     residual_stride,
     prefetch,
-    ahead_bytes,
     SIZE: tl.constexpr,
     T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -176,7 +174,6 @@ def linear_residual_kernel(
         SKIP: tl.constexpr = 1 if SIZE <= BLOCK_K else 0
         for block in tl.range(SKIP, SKIP + prefetch):
             prefetch_weights(weight, first + block * stride, num_out, SIZE, BLOCK_N, LANES)
-        prefetch_ahead(ahead, ahead_bytes, LANES)
         gdc_wait()
 
     for start in tl.range(first, num_out, stride):
@@ -198,7 +195,7 @@ def linear_residual_kernel(
                 new_sums = new_sums + (sums[t] + tile.to(tl.float32) * row.to(tl.float32)[None, :],)
             sums = new_sums
             tile = next_tile
-        totals = _sum_inputs(sums, T)
+        totals = sum_inputs(sums, T)
         for t in tl.static_range(T):
             result = totals[t]
             if HAS_BIAS:

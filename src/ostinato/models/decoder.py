@@ -86,15 +86,13 @@ class Decoder:
 
         ops.embed(token_ids, self.weights.embed, stream)
         delta: torch.Tensor | None = None
-        layers = self.weights.layers
-        following = [*(layer.qkv for layer in layers[1:]), self.weights.head]
-        for layer, ahead, (k_cache, v_cache) in zip(layers, following, caches, strict=True):
+        for layer, (k_cache, v_cache) in zip(self.weights.layers, caches, strict=True):
             project.qkv(layer, delta, stream, eps, qkv)
             attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
             if args.query_len != 1:
                 attend.rotate()
             cut("attention", attend)
-            delta = project.mlp(layer, attention_out, stream, eps, ahead)
+            delta = project.mlp(layer, attention_out, stream, eps)
         if delta is not None:
             stream.add_(delta)
 

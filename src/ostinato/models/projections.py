@@ -24,10 +24,9 @@ class Projections(Protocol):
         """Adds `delta` to the stream; `out` [T, (H + 2G) * D] is q, k and v of the normed stream."""
 
     def mlp(
-        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float, ahead: torch.Tensor
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
-        """Output projection, norm and MLP. Returns what is still to be added to the stream. `ahead`: the weight that
-        the step reads next."""
+        """Output projection, norm and MLP. Returns what is still to be added to the stream."""
 
     def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """`out` [R, V] are the logits of `stream` [R, C]."""
@@ -49,7 +48,7 @@ class PlainProjections:
             torch.addmm(layer.qkv_bias, normed, layer.qkv.t(), out=out)
 
     def mlp(
-        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float, ahead: torch.Tensor
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
         delta = F.linear(attention_out, layer.o, layer.o_bias)
         normed = ops.add_rms_norm(delta, stream, layer.post_norm, eps)
@@ -69,12 +68,12 @@ class FewRowProjections:
         ops.few_norm_linear(stream, layer.input_norm, layer.qkv, layer.qkv_bias, eps, out)
 
     def mlp(
-        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float, ahead: torch.Tensor
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
-        ops.few_linear_residual(attention_out, layer.o, layer.o_bias, stream, layer.gate_up)
+        ops.few_linear_residual(attention_out, layer.o, layer.o_bias, stream)
         gated = stream.new_empty((stream.shape[0], layer.down.shape[1]))
         ops.few_gate_up_silu(stream, layer.post_norm, layer.gate_up, layer.gate_up_bias, eps, gated)
-        ops.few_linear_residual(gated, layer.down, layer.down_bias, stream, ahead)
+        ops.few_linear_residual(gated, layer.down, layer.down_bias, stream)
         return None
 
     def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -92,7 +91,7 @@ class CompiledProjections(PlainProjections):
         layer_input(delta, stream, layer.input_norm, layer.qkv, layer.qkv_bias, eps, out)
 
     def mlp(
-        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float, ahead: torch.Tensor
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
     ) -> torch.Tensor | None:
         from ostinato.models.compiled import layer_mlp
 

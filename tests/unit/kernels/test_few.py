@@ -121,6 +121,20 @@ def test_kernels_on_tensor_cores(name: str, shape: tuple[int, int, int], dtype: 
     close(given.on(DEVICE).run(triton_few, name, config), given.run(reference_few, name))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("stages", [2, 4])
+def test_kernels_through_shared_memory(name: str, shape: tuple[int, int, int], dtype: torch.dtype, stages: int) -> None:
+    require_triton()
+    from ostinato.kernels import triton_few
+
+    given = case(*shape, dtype, bias=shape[0] % 2 == 1)
+    size = max(16, 1 << (shape[2] - 1).bit_length())
+    config = FewConfig(2, size, num_warps=1, programs_per_sm=1, prefetch=0, stages=stages)
+    close(given.on(DEVICE).run(triton_few, name, config), given.run(reference_few, name))
+
+
 @pytest.mark.parametrize(("block_n", "block_k"), [(1, 16), (4, 32), (8, 64)])
 def test_inputs_of_several_tiles(block_n: int, block_k: int) -> None:
     require_triton()
@@ -204,7 +218,7 @@ def test_a_chain_in_a_graph_waits_for_what_it_reads(num_rows: int) -> None:
         for square, gate_up, down in layers:
             ops.few_norm_linear(residual, ones, square, None, eps, hidden)
             between()
-            ops.few_linear_residual(hidden, square, None, residual, gate_up)
+            ops.few_linear_residual(hidden, square, None, residual)
             between()
             ops.few_gate_up_silu(residual, ones, gate_up, None, eps, activated)
             between()

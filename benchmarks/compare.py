@@ -54,7 +54,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--output-len", default="129")
     parser.add_argument("--prefill-len", default="2048", help="tokens of the long prompt")
     parser.add_argument("--startup-runs", default="3", help="processes started, 0 for none")
-    parser.add_argument("--throughput", action="store_true", help="also 256 requests of 100 to 1024 tokens in and out")
+    parser.add_argument(
+        "--throughput", nargs="?", const="all", default="", metavar="NAME,...",
+        help="also 256 requests of 100 to 1024 tokens in and out, of every model or of some",
+    )  # fmt: skip
     parser.add_argument("--throughput-runs", default="1", help="runs of it that count, after the one that warms up")
     parser.add_argument("--modes", nargs="?", const=DEFAULT_MODES, help=f"also Ostinato by mode [{DEFAULT_MODES}]")
     parser.add_argument("--max-num-seqs", default="256")
@@ -98,6 +101,10 @@ def _compare(args: argparse.Namespace) -> dict[str, Any]:
     return report
 
 
+def _wants_throughput(args: argparse.Namespace, model: Path) -> bool:
+    return args.throughput == "all" or model.resolve().name in args.throughput.split(",")
+
+
 def _save(path: Path, report: dict[str, Any]) -> None:
     """In one move: a process that is ended while it writes leaves the file of before."""
     part = path.with_name(path.name + ".part")
@@ -127,7 +134,7 @@ def _ours(args: argparse.Namespace, model: Path, read_tb_s: float) -> dict[str, 
     if args.startup_runs != "0":
         starts = ["--runs", args.startup_runs, "--prompt-len", args.prompt_len]
         parts["startup"] = [*starts, "--max-num-seqs", args.max_num_seqs]
-    if args.throughput:
+    if _wants_throughput(args, model):
         parts["throughput"] = ["--runs", args.throughput_runs, "--max-num-seqs", args.max_num_seqs]
     if args.modes:
         parts["modes"] = ["--modes", args.modes, "--batch", args.batch, *lengths, *timed, *rate]
@@ -160,7 +167,9 @@ def _peer(args: argparse.Namespace, model: Path) -> dict[str, Any]:
     for name in ("runs", "prompt_len", "output_len", "prefill_len", "throughput_runs", "max_num_seqs", "max_model_len"):
         command += [f"--{name.replace('_', '-')}", getattr(args, name)]
     began = time.monotonic()
-    done = run_process(command + (["--throughput"] if args.throughput else []), timeout_s=args.timeout, env=environment)
+    done = run_process(
+        command + (["--throughput"] if _wants_throughput(args, model) else []), timeout_s=args.timeout, env=environment
+    )
     return _peer_half(args.peer, done, began)
 
 

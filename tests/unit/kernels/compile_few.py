@@ -18,7 +18,9 @@ from ostinato.kernels.triton_few_stream import stream_kernel
 
 MODEL_POINTERS = {"residual", "norm_weight", "weight", "bias", "out", "x"}
 ELEMENT_SIZE = 2
-EVENT = re.compile(r"griddepcontrol\.\w+|cp\.async\.bulk\.prefetch|cp\.async\.cg|(?:ld|st)\.(?:volatile\.)?global[\w.:]*")
+EVENT = re.compile(
+    r"griddepcontrol\.\w+|cp\.async\.bulk\.prefetch|cp\.async\.cg|(?:ld|st)\.(?:volatile\.)?global[\w.:]*"
+)
 # Corners of the table, each of which takes a second or more, and sizes that are not in it.
 PROJECTIONS: list[tuple[Kind, int, int, int]] = [
     ("norm", 3072, 2048, 1), ("gated", 8192, 2048, 1), ("residual", 2048, 8192, 1), ("residual", 2048, 8192, 2),

@@ -120,19 +120,6 @@ def tilings(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
                 yield FewConfig(block_n, block_k, num_warps, 1, 0, dot=True)
 
 
-def streams(kind: Kind, size: int) -> Iterator[FewConfig]:
-    """Configs that keep 32 to 200 KB a multiprocessor on their way through shared memory."""
-    whole = 1 << (size - 1).bit_length()
-    halves = 2 if kind == "gated" else 1
-    for block_n, num_warps, stages in itertools.product((1, 2, 4, 8), (2, 4, 8, 16), (3, 4, 6)):
-        tile = block_n * halves * whole
-        if 8 <= tile // (32 * num_warps) <= 32 and whole // (32 * num_warps) <= 32:
-            for programs in (1, 2, 3, 4, 6, 8):
-                in_flight = 2 * (stages - 1) * tile * programs
-                if 32 * 1024 <= in_flight <= 200 * 1024 and programs * num_warps <= 32:
-                    yield FewConfig(block_n, whole, num_warps, programs, 0, stages=stages)
-
-
 def candidates(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
     """What is compiled: tilings, within all registers or some."""
     for tiling, registers in itertools.product(tilings(kind, size, num_rows), REGISTERS):
@@ -143,8 +130,6 @@ def candidates(kind: Kind, size: int, num_rows: int) -> Iterator[FewConfig]:
 
 def resident(config: FewConfig) -> list[int]:
     """Programs per multiprocessor worth trying: 8 to 32 warps, on tensor cores 4 to 16."""
-    if config.stages:
-        return [config.programs_per_sm]
     sizes = (4, 8, 16) if config.dot else (8, 16, 24, 32)
     return sorted({max(num_warps // config.num_warps, 1) for num_warps in sizes})
 
@@ -384,11 +369,10 @@ class Tuner:
                 if self.late():
                     return
                 self.consider(str(shape), replace(tiling, programs_per_sm=programs), put, self.step.few[shape])
-        changes = [] if self.step.few[shape].stages else [{"prefetch": count} for count in (0, 1, 2)]
-        for change in changes:
+        for count in (0, 1, 2):
             if self.late():
                 return
-            self.consider(str(shape), replace(self.step.few[shape], **change), put, self.step.few[shape])
+            self.consider(str(shape), replace(self.step.few[shape], prefetch=count), put, self.step.few[shape])
 
     def splits(self) -> None:
         """The engine's number of splits against others, by attention's place in the step."""
@@ -428,7 +412,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(one.name for one in MODELS))
     parser.add_argument("--rows", default="1,2,4")
     parser.add_argument("--seconds", type=float, default=150)
-    parser.add_argument("--only", choices=("attention", "streams"), help="not every kind of tiling")
+    parser.add_argument("--keep-tilings", action="store_true", help="only attention and prefetching")
     parser.add_argument("--write", type=Path, help="few_tuned.py, in which the rows of these shapes are replaced")
     options = parser.parse_args()
     started = time.time()
@@ -443,10 +427,8 @@ def main() -> None:
     shapes = sorted({(shape.kind, shape.size) for one in models for shape in one.shapes})
     few = list(table)
     for (kind, size), num_rows in itertools.product(shapes, rows):
-        if options.only is None:
+        if not options.keep_tilings:
             few += [(kind, size, num_rows, config) for config in candidates(kind, size, num_rows)]
-        if options.only != "attention" and num_rows <= 2:
-            few += [(kind, size, num_rows, config) for config in streams(kind, size)]
     few = list(dict.fromkeys(few))
     kernels = {(*case[:3], replace(case[3], programs_per_sm=1)): case for case in few}
     attention = [(one.name, rows[0], config) for one in models for config in attention_candidates(one, rows[0])]
@@ -478,7 +460,7 @@ def main() -> None:
         for around in range(2):
             for shape in (one.layer[2], one.layer[3], one.layer[0], one.layer[1], one.head):
                 tilings = [c[3] for c in few if c[:3] == (shape.kind, shape.size, num_rows) and not verdicts[c]]
-                tilings = [] if options.only == "attention" else tilings
+                tilings = [] if options.keep_tilings else tilings
                 tuner.projection(shape, tilings)
             times[f"around {around}"] = step.ms()
             tuner.attention(good)

@@ -37,14 +37,16 @@ def record_all(
     step: Step,
     cuts: Mapping[RuntimeMode, frozenset[str]],
     prepare: Callable[[RuntimeMode, BatchKey], None] | None = None,
+    warm: Step | None = None,
     warm_up: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> CaptureSummary:
     """Records every key, PIECEWISE before FULL and the largest first, and seals the store.
 
     The largest comes first because later recordings then fit into the memory it retains. Each key is run once eagerly
-    before any is recorded if `warm_up` says so (None: if the backend needs it). `prepare(mode, key)` is called before
-    each run, and `progress(done, total)` after each recording. Raises CaptureError as `GraphStore.require_open` and
+    before any is recorded if `warm_up` says so (None: if the backend needs it): with `warm` where it is given, which
+    has to launch every kernel that `step` does, if not as often. `prepare(mode, key)` is called before each run, and
+    `progress(done, total)` after each recording. Raises CaptureError as `GraphStore.require_open` and
     `Recorder.record` do; what was recorded before stays, and the store stays open.
     """
     for mode, key in keys:
@@ -57,7 +59,7 @@ def record_all(
             for mode, key in ordered:
                 if prepare is not None:
                     prepare(mode, key)
-                step(mode, key, no_cut)
+                (warm or step)(mode, key, no_cut)
     backend.synchronize()
     warmed, retained = time.perf_counter(), 0
     with _collector_off():

@@ -21,8 +21,6 @@ Kind = Literal["norm", "gated", "residual"]
 """Norm and linear; norm, gate, up and SwiGLU's product; linear and residual add."""
 
 _MANY_OUTPUTS: Final = 32_768
-_MAX_TILE_BYTES: Final = 64 * 1024  # three fit the shared memory of a multiprocessor
-_IN_FLIGHT_BYTES: Final = 128 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +40,6 @@ class FewConfig:
     """Tensor cores instead of multiply-adds: `block_n` from 16 on, and `block_k` is split among the warps."""
     max_registers: int | None = None
     """Of a thread. A kernel that fills the registers of a multiprocessor keeps its successor from starting early."""
-    stages: int = 0
-    """Tiles on their way through shared memory, one of which is being multiplied; 0: two, in registers."""
 
     def num_programs(self, num_out: int, num_multiprocessors: int) -> int:
         """The launch grid: one wave, or fewer where there are not as many blocks."""
@@ -72,20 +68,17 @@ def few_config(kind: Kind, num_out: int, size: int, num_rows: int) -> FewConfig:
 
 
 def _by_shape(kind: Kind, num_out: int, size: int, num_rows: int) -> FewConfig:
-    """What the table's rows have in common: 16 of a tile's numbers for each thread, and some 100 KB in flight."""
+    """What the table's rows have in common: 16 of a row's numbers for each thread, and 16 warps per multiprocessor."""
     whole = _next_power_of_2(max(size, 16))
     fits_shared = 512 <= whole <= 8192
     if num_rows > 2 and fits_shared and (kind != "norm" or num_out > _MANY_OUTPUTS):
         if kind == "residual":
             return FewConfig(8, min(whole, 1024), 8, 2, 0, dot=True)
         return FewConfig(16 if kind == "norm" else 8, 256, 4, 4, 0, dot=True)
-    halves = 2 if kind == "gated" else 1
-    block_n = 2 if kind != "gated" and num_rows <= 2 and whole <= 4096 else 1
-    num_warps = min(max(block_n * halves * whole // 512, whole // 1024, 1), 16)
-    tile_bytes = block_n * halves * whole * 2
-    stages = 4 if tile_bytes <= _MAX_TILE_BYTES else 2
-    programs = min(max(_IN_FLIGHT_BYTES // ((stages - 1) * tile_bytes), 1), 32 // num_warps)
-    return FewConfig(block_n, whole, num_warps, programs, 0, stages=stages)
+    block_k = min(whole, 2048) if kind == "residual" else whole
+    num_warps = min(max(block_k // 512, 1), 16)
+    few_tiles = kind == "gated" or num_rows > 2 or whole > 8192
+    return FewConfig(1 if few_tiles else 2, block_k, num_warps, max(16 // num_warps, 1), 1)
 
 
 def _ceil_div(a: int, b: int) -> int:

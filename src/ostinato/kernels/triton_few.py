@@ -29,7 +29,6 @@ from torch import Tensor
 from ostinato.kernels.few_configs import MAX_FEW_ROWS, FewConfig, Kind, few_config
 from ostinato.kernels.triton_few_dot import dot_kernel
 from ostinato.kernels.triton_few_fma import linear_residual_kernel, norm_linear_kernel
-from ostinato.kernels.triton_few_stream import stream_kernel
 from ostinato.kernels.triton_launch import early, num_multiprocessors
 
 __all__ = ["few_gate_up_silu", "few_linear_residual", "few_norm_linear", "launch"]
@@ -80,13 +79,7 @@ def launch(
         "maxnreg": config.max_registers,
     }
     gated = kind == "gated"
-    if config.stages:
-        del compile_time["LANES"]
-        stream_kernel[grid](
-            x, norm_weight, weight, bias, out, eps, num_out, *strides,
-            NORM=kind != "residual", GATED=gated, ADD=kind == "residual", STAGES=config.stages, **compile_time,
-        )  # fmt: skip
-    elif config.dot:
+    if config.dot:
         dot_kernel[grid](
             x, norm_weight, weight, bias, out, eps, num_out, *strides, config.prefetch,
             NORM=kind != "residual", GATED=gated, ADD=kind == "residual", **compile_time,

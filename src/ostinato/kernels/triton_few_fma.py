@@ -16,11 +16,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.kernels.triton_few_tile import load_weights, prefetch_weights, swiglu
 
-__all__ = ["linear_residual_kernel", "multiply", "norm_linear_kernel", "normalise", "sum_inputs"]
+__all__ = ["linear_residual_kernel", "norm_linear_kernel"]
 
 
 @triton.jit
-def normalise(value, scale, eps, SIZE: tl.constexpr):
+def _normalise(value, scale, eps, SIZE: tl.constexpr):
     """RMSNorm of one row, with its two roundings (see `ops.rms_norm`)."""
     wide = value.to(tl.float32)
     normed = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
@@ -28,7 +28,7 @@ def normalise(value, scale, eps, SIZE: tl.constexpr):
 
 
 @triton.jit
-def multiply(tile, rows, T: tl.constexpr):
+def _multiply(tile, rows, T: tl.constexpr):
     """Products of a tile [BLOCK_N, K] and each of T rows [K], float32."""
     products = ()
     for t in tl.static_range(T):
@@ -52,7 +52,7 @@ def _add_quadruples(a0, a1, a2, a3, b0, b1, b2, b3):
 
 
 @triton.jit
-def sum_inputs(products, T: tl.constexpr):
+def _sum_inputs(products, T: tl.constexpr):
     """Sums of T tiles [BLOCK_N, K] over K: T vectors [BLOCK_N]. One reduction, because each crosses warps, and so
     waits at two barriers."""
     if T == 1:
@@ -114,7 +114,7 @@ def norm_linear_kernel(
         loaded = loaded + (tl.load(residual + t * residual_stride + columns, mask=inside, other=0.0),)
     rows = ()
     for t in tl.static_range(T):
-        rows = rows + (normalise(loaded[t], scale, eps, SIZE),)
+        rows = rows + (_normalise(loaded[t], scale, eps, SIZE),)
 
     for start in tl.range(first, num_out, stride):
         next_tile = load_weights(weight, start + stride, num_out, columns, SIZE, BLOCK_N, MASKED)
@@ -122,9 +122,9 @@ def norm_linear_kernel(
             next_up_tile = load_weights(up_weight, start + stride, num_out, columns, SIZE, BLOCK_N, MASKED)
         outputs = start + tl.arange(0, BLOCK_N)
         live = outputs < num_out
-        sums = sum_inputs(multiply(tile, rows, T), T)
+        sums = _sum_inputs(_multiply(tile, rows, T), T)
         if GATED:
-            up_sums = sum_inputs(multiply(up_tile, rows, T), T)
+            up_sums = _sum_inputs(_multiply(up_tile, rows, T), T)
         for t in tl.static_range(T):
             result = sums[t]
             if HAS_BIAS:
@@ -195,7 +195,7 @@ def linear_residual_kernel(
                 new_sums = new_sums + (sums[t] + tile.to(tl.float32) * row.to(tl.float32)[None, :],)
             sums = new_sums
             tile = next_tile
-        totals = sum_inputs(sums, T)
+        totals = _sum_inputs(sums, T)
         for t in tl.static_range(T):
             result = totals[t]
             if HAS_BIAS:

@@ -76,8 +76,10 @@ class Decoder:
         args: AttentionArgs,
         work: Workspace,
         cut: Cut,
+        num_layers: int | None = None,
     ) -> None:
-        """Leaves the residual stream of all T tokens, final norm not applied, in `work.stream[:T]`."""
+        """Leaves the residual stream of all T tokens, final norm not applied, in `work.stream[:T]`. `num_layers`: only
+        the first ones; two of them (the first adds nothing to the stream it finds) launch every kernel that all do."""
         num_tokens, eps = token_ids.shape[0], self.config.rms_norm_eps
         project = self._projections(num_tokens)
         stream, qkv, attention_out = (tensor[:num_tokens] for tensor in (work.stream, work.qkv, work.attention_out))
@@ -86,7 +88,7 @@ class Decoder:
 
         ops.embed(token_ids, self.weights.embed, stream)
         delta: torch.Tensor | None = None
-        for layer, (k_cache, v_cache) in zip(self.weights.layers, caches, strict=True):
+        for layer, (k_cache, v_cache) in zip(self.weights.layers[:num_layers], caches[:num_layers], strict=True):
             project.qkv(layer, delta, stream, eps, qkv)
             attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
             if args.query_len != 1:

@@ -111,6 +111,7 @@ class Runner:
             Recorder(self.backend, self.statics),
             self.dispatcher.keys(),
             step=self._step,
+            warm=partial(self._step, num_layers=2),
             cuts=CUTS,
             progress=progress,
         )
@@ -218,8 +219,9 @@ class Runner:
         else:
             self.store.replay(mode, key)
 
-    def _step(self, mode: RuntimeMode, key: BatchKey, cut: Cut) -> None:
-        """The whole step: prepare, forward, logits, sample, advance. What a graph holds and is checked against."""
+    def _step(self, mode: RuntimeMode, key: BatchKey, cut: Cut, num_layers: int | None = None) -> None:
+        """The whole step: prepare, forward, logits, sample, advance. What a graph holds and is checked against.
+        `num_layers`: of the first layers alone, to warm up."""
         state, buffers, query_len = self.state, self.buffers, key.query_len or 0
         ops.prepare(
             state["row_slot"],
@@ -244,6 +246,7 @@ class Runner:
             self._attention_args(key),
             buffers.work,
             cut,
+            num_layers,
         )
         if mode is RuntimeMode.PIECEWISE:
             # Run between graphs, the head need not pad its rows: it takes the live ones, whatever the key's limit.

@@ -82,6 +82,12 @@ def test_record_all_goes_through_the_phases_in_order() -> None:
     ]
 
 
+def test_warming_up_with_another_step() -> None:
+    engine, warmed = Engine(), []
+    engine.record(warm=lambda mode, key, cut: warmed.append((mode, key)), warm_up=True)
+    assert warmed == engine.ran == CHOOSER.keys()
+
+
 def test_a_backend_that_needs_no_warm_up_gets_none() -> None:
     engine = Engine()
     engine.record()

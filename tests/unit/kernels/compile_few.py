@@ -14,13 +14,10 @@ from triton.compiler import ASTSource
 from ostinato.kernels.few_configs import FewConfig, Kind, few_config
 from ostinato.kernels.triton_few_dot import dot_kernel
 from ostinato.kernels.triton_few_fma import linear_residual_kernel, norm_linear_kernel
-from ostinato.kernels.triton_few_stream import stream_kernel
 
 MODEL_POINTERS = {"residual", "norm_weight", "weight", "bias", "out", "x"}
 ELEMENT_SIZE = 2
-EVENT = re.compile(
-    r"griddepcontrol\.\w+|cp\.async\.bulk\.prefetch|cp\.async\.cg|(?:ld|st)\.(?:volatile\.)?global[\w.:]*"
-)
+EVENT = re.compile(r"griddepcontrol\.\w+|cp\.async\.bulk\.prefetch|(?:ld|st)\.global[\w.:]*")
 # Corners of the table, each of which takes a second or more, and sizes that are not in it.
 PROJECTIONS: list[tuple[Kind, int, int, int]] = [
     ("norm", 3072, 2048, 1), ("gated", 8192, 2048, 1), ("residual", 2048, 8192, 1), ("residual", 2048, 8192, 2),
@@ -40,11 +37,7 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], FewConfig, Kind]]:
         if num_rows != 2:
             choices["bias"] = None
         norm = kind != "residual"
-        if config.stages:
-            del choices["LANES"]
-            choices |= {"NORM": norm, "GATED": kind == "gated", "ADD": not norm, "STAGES": config.stages}
-            yield stream_kernel, choices if norm else choices | {"norm_weight": None}, config, kind
-        elif config.dot:
+        if config.dot:
             choices |= {"NORM": norm, "GATED": kind == "gated", "ADD": not norm}
             yield dot_kernel, choices if norm else choices | {"norm_weight": None}, config, kind
         elif kind == "residual":
@@ -75,7 +68,6 @@ def main() -> None:
             "choices": choices,
             "shared_bytes": compiled.metadata.shared,
             "num_threads": 32 * config.num_warps,
-            "stages": config.stages,
             "events": EVENT.findall(compiled.asm["ptx"]),
         }
         print(json.dumps(report | resources(compiled.asm["cubin"])), flush=True)

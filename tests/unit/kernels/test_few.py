@@ -121,20 +121,6 @@ def test_kernels_on_tensor_cores(name: str, shape: tuple[int, int, int], dtype: 
     close(given.on(DEVICE).run(triton_few, name, config), given.run(reference_few, name))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("stages", [2, 4])
-def test_kernels_through_shared_memory(name: str, shape: tuple[int, int, int], dtype: torch.dtype, stages: int) -> None:
-    require_triton()
-    from ostinato.kernels import triton_few
-
-    given = case(*shape, dtype, bias=shape[0] % 2 == 1)
-    size = max(16, 1 << (shape[2] - 1).bit_length())
-    config = FewConfig(2, size, num_warps=1, programs_per_sm=1, prefetch=0, stages=stages)
-    close(given.on(DEVICE).run(triton_few, name, config), given.run(reference_few, name))
-
-
 @pytest.mark.parametrize(("block_n", "block_k"), [(1, 16), (4, 32), (8, 64)])
 def test_inputs_of_several_tiles(block_n: int, block_k: int) -> None:
     require_triton()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         StaleGraphError,
         WeightError,
     )
-    from ostinato.request import CompletionOutput, RequestOutput, SamplingParams
+    from ostinato.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -32,12 +32,14 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StaleGraphError",
+    "StructuredOutputsParams",
     "WeightError",
     "__version__",
 ]
 
 _HOMES = {"LLM": "ostinato.engine.llm"} | {
-    name: "ostinato.request" for name in ("CompletionOutput", "RequestOutput", "SamplingParams")
+    name: "ostinato.request"
+    for name in ("CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutputsParams")
 }
 
 

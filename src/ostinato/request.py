@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from ostinato.errors import ConfigError
 
@@ -16,6 +18,43 @@ MAX_LOGIT_BIAS = 300
 
 MAX_STOP_IDS = 64
 """Most token ids that can end a request (eos ids and `stop_token_ids` together), for the same reason."""
+
+
+class TokenGrammar(Protocol):
+    """Which tokens may come next in one sequence (`sampling.grammar`)."""
+
+    def mask(self) -> bytes:
+        """A bit for each token of the vocabulary, in 32-bit words, the lowest one first."""
+
+    def accept(self, token_id: int) -> bool:
+        """Goes on by a token; false when that ends the output. Raises OstinatoError if it was not allowed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the output must look like: exactly one of these. Names are vLLM's.
+
+    `json` is a schema (JSON text or a dict), `json_object` any object, `regex` what the whole output matches, `choice`
+    texts of which it is one, `grammar` a grammar in Lark's notation.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        given += ["json_object"] * bool(self.json_object)
+        if len(given) != 1:
+            named = ", ".join(given) or "none"
+            raise ConfigError(
+                f"StructuredOutputsParams takes one of json, regex, choice, grammar and json_object, got {named}",
+                field="structured_outputs",
+            )
+        if self.choice is not None and (isinstance(self.choice, str) or not all(self.choice) or not self.choice):
+            raise ConfigError("StructuredOutputsParams.choice must be a list of texts", field="structured_outputs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +86,12 @@ class SamplingParams:
     logit_bias: dict[int, float] | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         def need(ok: bool, name: str, rule: str) -> None:
             if not ok:
-                raise ConfigError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {rule}")
+                raise ConfigError(f"SamplingParams.{name}={getattr(self, name)!r}: must be {rule}", field=name)
 
         need(self.n >= 1, "n", "at least 1")
         need(0.0 <= self.temperature <= 100.0, "temperature", "between 0 (greedy) and 100")
@@ -74,12 +114,28 @@ class SamplingParams:
         bias = self.logit_bias or {}
         if len(bias) > MAX_LOGIT_BIAS:
             raise ConfigError(
-                f"SamplingParams.logit_bias has {len(bias)} entries: at most {MAX_LOGIT_BIAS} are kept per row"
+                f"SamplingParams.logit_bias has {len(bias)} entries: at most {MAX_LOGIT_BIAS} are kept per row",
+                field="logit_bias",
             )
         if any(token < 0 for token in bias):
-            raise ConfigError("SamplingParams.logit_bias has a negative token id")
+            raise ConfigError("SamplingParams.logit_bias has a negative token id", field="logit_bias")
         if any(not text for text in self.stop_strings):
-            raise ConfigError("SamplingParams.stop has an empty string, which would stop before the first token")
+            raise ConfigError(
+                "SamplingParams.stop has an empty string, which would stop before the first token", field="stop"
+            )
+
+        if self.structured_outputs is not None and self.min_tokens:
+            raise ConfigError(
+                f"SamplingParams.min_tokens={self.min_tokens}: with structured_outputs the structure says when the "
+                "output ends",
+                field="min_tokens",
+            )
+
+    def for_answer(self, index: int) -> SamplingParams:
+        """Those of one of the `n` answers: its own seed, so that answers differ."""
+        if self.n == 1:
+            return self
+        return dataclasses.replace(self, n=1, seed=None if self.seed is None else self.seed + index)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -134,6 +190,7 @@ class Request:
     slot: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    grammar: TokenGrammar | None = None
 
     def __post_init__(self) -> None:
         if not self.tokens:

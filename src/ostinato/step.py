@@ -1,7 +1,8 @@
 """The plain data that crosses between scheduler and runner: one plan down, one result up. No torch.
 
 A plan is ints only. It says which rows of the device-resident request state take part, how many tokens of each, and
-what has to change in that state first: rows that begin (admissions) and blocks appended to a row's table.
+what has to change in that state first: rows that begin (admissions), blocks appended to a row's table, and for a row
+whose output has a structure, the tokens that it may draw.
 """
 
 from __future__ import annotations
@@ -55,11 +56,20 @@ class TableAppend:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMask:
+    """The tokens that row `slot` may draw in this step: a bit each, in 32-bit words, the lowest bit first."""
+
+    slot: int
+    words: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     step_id: int
     rows: tuple[RowPlan, ...]
     admissions: tuple[Admission, ...] = ()
     appends: tuple[TableAppend, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
 
     @property
     def num_tokens(self) -> int:

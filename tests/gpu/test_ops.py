@@ -172,7 +172,8 @@ def sampling_state(num_slots: int, vocab: int, seed: int) -> ops.SamplingState:
         bias_values=torch.zeros((num_slots, 300)),
         output_counts=counts,
         in_prompt=torch.rand((num_slots, vocab), generator=generator) < 0.02,
-        flags=(floats([4, 5, 7], 1, 0) + floats([6, 7], 2, 0) + floats([6, 7], 4, 0)).int(),
+        allowed=torch.randint(-(2**31), 2**31, (num_slots, -(-vocab // 32)), generator=generator).int(),
+        flags=(floats([4, 5, 7], 1, 0) + floats([6, 7], 2, 0) + floats([6, 7], 4, 0) + floats([3, 7], 8, 0)).int(),
     )
     state.stop_ids[:, :5] = torch.randint(0, vocab, (num_slots, 5), generator=generator).int()
     for slot in range(num_slots):

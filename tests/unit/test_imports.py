@@ -32,6 +32,7 @@ def cpu_seconds(code: str) -> float:
         "from ostinato.cli.main import main; main(['--help'])",
         "from ostinato.cli.main import main; main(['--version'])",
         "from ostinato.cli.main import main; main(['generate', '--help'])",
+        "from ostinato.cli.main import main; main(['serve', '--help'])",
         "from ostinato.cli.main import main; main(['bench', '--help'])",
         "from ostinato.cli.main import main; main(['bench', 'decode', '--help'])",
     ],

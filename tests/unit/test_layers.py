@@ -20,6 +20,7 @@ LEVELS = (
     ("scheduler", "runner"),
     ("config",),
     ("engine",),
+    ("server",),
     ("cli",),
 )
 LEAVES = {"progress"}

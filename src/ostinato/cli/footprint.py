@@ -63,6 +63,7 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         table_width=-(-max_model_len // config.block_size),
+        vocab_size=model_config.vocab_size,
     )
     buffers = StepBuffers(
         model_config,

@@ -16,6 +16,7 @@ from ostinato.errors import OstinatoError
 COMMANDS = {
     "generate": "complete prompts",
     "chat": "talk with a model in the terminal",
+    "serve": "an OpenAI-compatible HTTP server, with a page that shows the graphs at work",
     "plan": "memory and recordings of a model, before it is loaded",
     "bench": "measurements on this machine: latency, throughput, start-up, kernels",
     "demo": "four chat prompts in one batch, and what the engine did",

@@ -48,6 +48,7 @@ class Built:
     max_model_len: int
     uniform_sizes: tuple[int, ...]
     mixed_sizes: tuple[int, ...]
+    device_bytes: int | None  # None on the CPU, which is not the engine's alone
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -74,6 +75,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         table_width=-(-max_model_len // config.block_size),
+        vocab_size=model_config.vocab_size,
     )
     state = RequestState(layout, model_config.vocab_size, device)
     buffers = StepBuffers(
@@ -141,7 +143,19 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         seed=config.seed,
     )
     clock.lap("scheduler")
-    built = Built(engine, config, model_config, pool, dtype, device, max_model_len, uniform, mixed, clock.seconds)
+    built = Built(
+        engine=engine,
+        config=config,
+        model_config=model_config,
+        pool=pool,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        uniform_sizes=uniform,
+        mixed_sizes=mixed,
+        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
+        seconds=clock.seconds,
+    )
     _report(built)
     return built
 

@@ -6,8 +6,9 @@ from collections import deque
 
 from ostinato.engine.output import Delta, OutputState
 from ostinato.errors import CapacityError, ConfigError
-from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams
+from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams, TokenGrammar
 from ostinato.runner.runner import InFlight, Runner
+from ostinato.sampling.grammar import GrammarCompiler
 from ostinato.scheduler import Scheduler
 from ostinato.scheduler.scheduler import TokenEvent
 from ostinato.step import StepPlan
@@ -28,6 +29,7 @@ class Engine:
         max_in_flight: int,
         seed: int,
     ) -> None:
+        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
         self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
         self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
         self._max_in_flight, self._seed = max_in_flight, seed
@@ -39,8 +41,23 @@ class Engine:
     def has_unfinished(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
+    def compile_grammar(self, params: SamplingParams) -> TokenGrammar | None:
+        """What `add_request` does for `structured_outputs` where no grammar is given: up to a second of work, which any
+        thread may do. A grammar is for one request. Raises ConfigError."""
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise ConfigError("structured outputs need a tokenizer; this model has none", field="structured_outputs")
+        return self._grammars.compile(params.structured_outputs)
+
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams, *, priority: int = 0
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        priority: int = 0,
+        grammar: TokenGrammar | None = None,
     ) -> OutputState:
         """Queues a request. Raises ConfigError or CapacityError, with the numbers, for one that can never be served."""
         if request_id in self._outputs:
@@ -57,6 +74,7 @@ class Engine:
             seed=_mix(self._seed, number) if params.seed is None else params.seed,
             priority=priority,
             arrival=number,
+            grammar=self.compile_grammar(params) if grammar is None else grammar,
         )
         output = OutputState(request, self.tokenizer)
         self.scheduler.add(request)
@@ -111,7 +129,8 @@ class Engine:
         if output is None:
             return None
         finished = event.finished
-        is_stop = finished and request.finish_reason is FinishReason.STOP
+        # An output whose structure is complete ends with a token that belongs to it.
+        is_stop = finished and event.token_id in request.stop_token_ids and request.finish_reason is FinishReason.STOP
         text, matched = output.token(event.token_id, event.logprobs, is_stop=is_stop)
         if matched is not None:
             if not finished:
@@ -132,24 +151,28 @@ class Engine:
 
     def _check_prompt(self, token_ids: list[int]) -> None:
         if not token_ids:
-            raise ConfigError("the prompt is empty: it must have at least one token")
+            raise ConfigError("the prompt is empty: it must have at least one token", field="prompt")
         wrong = next((t for t in token_ids if not isinstance(t, int) or not 0 <= t < self.vocab_size), None)
         if wrong is not None:
-            raise ConfigError(f"prompt token id {wrong!r} is not in the vocabulary (0 to {self.vocab_size - 1})")
+            raise ConfigError(
+                f"prompt token id {wrong!r} is not in the vocabulary (0 to {self.vocab_size - 1})", field="prompt"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         num_stops = len(self.eos_token_ids | set(params.stop_token_ids or ()))
         if num_stops > MAX_STOP_IDS:
-            raise ConfigError(f"{num_stops} token ids would end the request: at most {MAX_STOP_IDS}, eos ids included")
-        ids = [*(params.logit_bias or {}), *(params.stop_token_ids or ())]
-        wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
-        if wrong is not None:
             raise ConfigError(
-                f"token id {wrong} in logit_bias or stop_token_ids is not in the vocabulary "
-                f"(0 to {self.vocab_size - 1})"
+                f"{num_stops} token ids would end the request: at most {MAX_STOP_IDS}, eos ids included",
+                field="stop_token_ids",
             )
+        for name, ids in (("logit_bias", params.logit_bias or {}), ("stop_token_ids", params.stop_token_ids or ())):
+            wrong = next((token for token in ids if not 0 <= token < self.vocab_size), None)
+            if wrong is not None:
+                raise ConfigError(
+                    f"token id {wrong} in {name} is not in the vocabulary (0 to {self.vocab_size - 1})", field=name
+                )
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
-            raise ConfigError("stop strings need text: this model has no tokenizer, or detokenize is off")
+            raise ConfigError("stop strings need text: this model has no tokenizer, or detokenize is off", field="stop")
 
 
 def _mix(seed: int, number: int) -> int:

@@ -12,7 +12,7 @@ from ostinato.config import EngineConfig
 from ostinato.engine.build import Built, Progress, build
 from ostinato.engine.engine import Engine
 from ostinato.engine.output import Delta, OutputState
-from ostinato.engine.stats import EngineStats, RecordingStat
+from ostinato.engine.stats import EngineStats, MemoryStat, RecordingStat
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.request import RequestOutput, SamplingParams
 
@@ -117,6 +117,14 @@ class LLM:
             dtype=str(built.dtype).removeprefix("torch."),
             block_size=built.config.block_size,
             max_model_len=built.max_model_len,
+            max_num_seqs=built.config.max_num_seqs,
+            memory=MemoryStat(
+                weights=runner.model.weights.num_bytes(),
+                kv=built.pool.num_blocks * built.pool.storage.block_bytes,
+                graphs=runner.store.bytes,
+                activations=runner.buffers.num_bytes() + runner.state.num_bytes(),
+                total=built.device_bytes,
+            ),
             num_checked=runner.num_checked,
             recordings=tuple(
                 RecordingStat(
@@ -177,7 +185,7 @@ class LLM:
         try:
             for index in range(params.n):
                 name = group.request_id if params.n == 1 else f"{group.request_id}/{index}"
-                one = params if params.n == 1 else _nth(params, index)
+                one = params.for_answer(index)
                 group.members.append(self._engine.add_request(name, token_ids, one, priority=priority))
         except BaseException:
             group.abort(self._engine)
@@ -262,13 +270,6 @@ class _Group:
             num_cached_tokens=first.request.num_cached_tokens,
             prompt_logprobs=first.prompt_logprobs,
         )
-
-
-def _nth(params: SamplingParams, index: int) -> SamplingParams:
-    """One of `n` answers: its own seed, so that they differ."""
-    from dataclasses import replace
-
-    return replace(params, n=1, seed=None if params.seed is None else params.seed + index)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -22,6 +22,18 @@ class RecordingStat:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryStat:
+    """Bytes by part. `activations` are the fixed buffers that steps and requests live in; `total` is the device's,
+    None on the CPU."""
+
+    weights: int
+    kv: int
+    graphs: int
+    activations: int
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """`steps` counts by (mode, key, reason); warm-up and recording are not counted.
 
@@ -45,6 +57,8 @@ class EngineStats:
     dtype: str
     block_size: int
     max_model_len: int
+    max_num_seqs: int
+    memory: MemoryStat
     num_checked: int
     recordings: tuple[RecordingStat, ...]
     startup_s: dict[str, float]

@@ -60,6 +60,7 @@ class SamplingState(NamedTuple):
     bias_values: Tensor  # [S, 300] float32
     output_counts: Tensor  # [S, V]; how often the row has produced each token
     in_prompt: Tensor  # [S, V] bool
+    allowed: Tensor  # [S, V / 32] words of 32 bits: the tokens that a row with the flag may draw
     flags: Tensor  # [S]; see FLAG_* in reference_sampling
 
 

@@ -3,7 +3,7 @@
 A row's logits pass, in this order (vLLM's), through
 
 1. logit bias, added;
-2. the ban of stop ids while the row is shorter than `min_length`;
+2. the ban of stop ids while the row is shorter than `min_length`, and of all tokens that `allowed` does not have;
 3. the penalties of ids seen before: repetition (Keskar et al. 2019; prompt and output: positive logits are divided,
    negative ones multiplied), frequency and presence (OpenAI's; output only: subtracted);
 4. temperature: below MIN_TEMPERATURE the largest logit wins, lowest id first, and the rest does not apply;
@@ -33,6 +33,7 @@ from torch import Tensor
 FLAG_PENALTIES = 1
 FLAG_LOGIT_BIAS = 2
 FLAG_MIN_LENGTH = 4
+FLAG_ALLOWED = 8
 """Bits of `flags`: what may change the row's logits. Rows without any skip steps 1 to 3 unread."""
 
 MIN_TEMPERATURE = 1e-5
@@ -70,6 +71,7 @@ def sample(
     bias_values: Tensor,
     output_counts: Tensor,
     in_prompt: Tensor,
+    allowed: Tensor,
     flags: Tensor,
     adjusted: Tensor,
     sampled: Tensor,
@@ -98,6 +100,9 @@ def sample(
             if changes & FLAG_MIN_LENGTH and num_tokens[s] < min_length[s]:
                 banned = stop_ids[s].numpy()
                 row[banned[_is_token(banned, row)]] = -np.inf  # last, as no penalty brings a banned id back
+            if changes & FLAG_ALLOWED:
+                bits = np.unpackbits(allowed[s].numpy().view(np.uint8), bitorder="little")[: row.size]
+                row[bits == 0] = -np.inf
         if temperature[s] < MIN_TEMPERATURE:
             sampled[r] = int(_argmax(row[None])[0])
             continue

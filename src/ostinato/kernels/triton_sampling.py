@@ -26,6 +26,7 @@ CHUNK_NUM_WARPS = 2
 _PENALTIES = tl.constexpr(spec.FLAG_PENALTIES)
 _LOGIT_BIAS = tl.constexpr(spec.FLAG_LOGIT_BIAS)
 _MIN_LENGTH = tl.constexpr(spec.FLAG_MIN_LENGTH)
+_ALLOWED = tl.constexpr(spec.FLAG_ALLOWED)
 _MIN_TEMPERATURE = tl.constexpr(spec.MIN_TEMPERATURE)
 # exp(-40) is less than float32 sees beside 1: tokens further down have no share, and the noise cannot lift them.
 _NO_SHARE = tl.constexpr(40.0)
@@ -61,6 +62,7 @@ def chunk_kernel(
     bias_values,
     output_counts,
     in_prompt,
+    allowed,
     flags,
     adjusted,
     best_values,
@@ -71,6 +73,7 @@ def chunk_kernel(
     adjusted_stride,
     counts_stride,
     in_prompt_stride,
+    allowed_stride,
     num_stop_ids,
     num_biases,
     STOP_PAD: tl.constexpr,
@@ -117,6 +120,10 @@ def chunk_kernel(
             banned = tl.load(stop_ids + slot * num_stop_ids + place, mask=place < num_stop_ids, other=-1)
             here = (banned >= first) & (banned < first + CHUNK) & (banned < num_vocab)
             tl.store(adjusted + banned, -float("inf"), mask=here & (known < tl.load(min_length + slot)))
+        if (changes & _ALLOWED) != 0:
+            tl.debug_barrier()
+            words = tl.load(allowed + slot * allowed_stride + ids // 32, mask=inside, other=0)
+            tl.store(adjusted + ids, -float("inf"), mask=inside & ((words >> (ids % 32)) & 1 == 0))
         tl.debug_barrier()
 
     value = load_logits(logits, adjusted, changes, ids, inside)
@@ -240,6 +247,7 @@ def sample(
     bias_values: Tensor,
     output_counts: Tensor,
     in_prompt: Tensor,
+    allowed: Tensor,
     flags: Tensor,
     adjusted: Tensor,
     sampled: Tensor,
@@ -255,9 +263,9 @@ def sample(
             logits, row_slot, temperature, top_p, min_p,
             repetition_penalty, presence_penalty, frequency_penalty, top_k,
             seed_lo, seed_hi, min_length, num_tokens, stop_ids, bias_ids, bias_values,
-            output_counts, in_prompt, flags, adjusted, best_values, best_ids,
+            output_counts, in_prompt, allowed, flags, adjusted, best_values, best_ids,
             scratch, num_vocab, logits.stride(0), adjusted.stride(0),
-            output_counts.stride(0), in_prompt.stride(0), stop_ids.stride(0), bias_ids.stride(0),
+            output_counts.stride(0), in_prompt.stride(0), allowed.stride(0), stop_ids.stride(0), bias_ids.stride(0),
             STOP_PAD=triton.next_power_of_2(stop_ids.shape[1]), BIAS_PAD=triton.next_power_of_2(bias_ids.shape[1]),
             num_warps=CHUNK_NUM_WARPS, **early(logits.device),
         )  # fmt: skip

@@ -9,13 +9,36 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ostinato.errors import CapacityError, ConfigError, OstinatoError
 
-__all__ = ["SCRATCH_BLOCK", "BlockPool"]
+__all__ = ["SCRATCH_BLOCK", "BlockPool", "BlockStates"]
 
 SCRATCH_BLOCK = 0
 """The block that padded rows read and write; no request ever owns it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStates:
+    """Which blocks nobody holds: `free` ones have content that nobody can find, `cached` ones can be found by it."""
+
+    num_blocks: int
+    free: tuple[int, ...]
+    cached: tuple[int, ...]
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - 1 - len(self.free) - len(self.cached)
+
+    def letters(self) -> str:
+        """One letter per block: s scratch, f free, c cached, u used."""
+        found = bytearray(b"u") * self.num_blocks
+        found[SCRATCH_BLOCK] = ord("s")
+        for letter, block_ids in ((ord("f"), self.free), (ord("c"), self.cached)):
+            for block_id in block_ids:
+                found[block_id] = letter
+        return found.decode()
 
 
 class BlockPool:
@@ -48,6 +71,10 @@ class BlockPool:
     def blank_blocks(self) -> list[int]:
         """Free blocks whose content nobody can find: what a check may overwrite."""
         return list(self._blank)
+
+    def states(self) -> BlockStates:
+        """A copy: it stays as it is while the pool goes on."""
+        return BlockStates(self._num_blocks, tuple(self._blank), tuple(self._evictable))
 
     def num_refs(self, block_id: int) -> int:
         return self._refs[block_id]

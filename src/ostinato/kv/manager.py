@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ostinato.errors import ConfigError
-from ostinato.kv.block_pool import BlockPool
+from ostinato.kv.block_pool import BlockPool, BlockStates
 from ostinato.kv.prefix import HashChain
 from ostinato.request import Request
 
@@ -65,6 +65,10 @@ class KVManager:
     def empty_blocks(self) -> list[int]:
         """Blocks that nothing live or cached is in."""
         return self._pool.blank_blocks()
+
+    def states(self) -> BlockStates:
+        """What every block is used for now; a copy."""
+        return self._pool.states()
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold the KV of `num_tokens` tokens."""

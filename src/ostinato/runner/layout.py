@@ -40,7 +40,7 @@ class FieldSpec:
 class ArenaLayout:
     """Field specs by name, `num_slots` rows counting the scratch row, and the arena's size in int32 words."""
 
-    def __init__(self, *, max_num_seqs: int, max_model_len: int, table_width: int) -> None:
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, table_width: int, vocab_size: int) -> None:
         self.num_slots = slots = max_num_seqs + 1
         self.scratch = max_num_seqs
         self.max_rows = max_num_seqs
@@ -66,6 +66,7 @@ class ArenaLayout:
         self._add("stop_ids", (slots, MAX_STOP_IDS), -1, "slot")
         self._add("bias_ids", (slots, MAX_LOGIT_BIAS), -1, "slot")
         self._add("bias_values", (slots, MAX_LOGIT_BIAS), 0.0, "slot")
+        self._add("allowed", (slots, -(-vocab_size // 32)), -1, "slot")
         self._add("step_count", (1,), 0, "engine")
         self._add("row_slot", (max_num_seqs,), self.scratch, "batch")
         self._add("query_start", (max_num_seqs + 1,), 0, "batch")

@@ -171,7 +171,7 @@ class Runner:
         if self._observer is None:
             self._run(decision, plan)
         else:
-            self._observer.launching(plan)
+            self._observer.launching(plan, decision)
             self._run(decision, plan)
             self._observer.launched(plan)
         wanted = tuple(self._wanted_logprobs[row.slot] for row in plan.rows) if self._any_logprobs else ()
@@ -302,6 +302,8 @@ class Runner:
         resets = [admission for admission in plan.admissions if self._admit(admission)]
         for append in plan.appends:
             self._patches.append(append)
+        for mask in plan.masks:
+            self._patches.mask(mask)
         self._stage_rows(plan)
         self._patches.apply()
         for admission in resets:

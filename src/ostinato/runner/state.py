@@ -14,7 +14,7 @@ import torch
 from ostinato.kernels import ops
 from ostinato.runner.layout import ArenaLayout
 from ostinato.sampling.rows import sampling_row
-from ostinato.step import Admission, TableAppend
+from ostinato.step import Admission, TableAppend, TokenMask
 
 
 class RequestState:
@@ -85,6 +85,7 @@ class Patches:
         self._turn = 0
         self._count = 0
         self._open = False
+        self._masks: dict[int, np.ndarray] = {}  # by state row: the words that the device has
 
     def put(self, offset: int, value: int) -> None:
         pairs = self._room(1)
@@ -143,9 +144,20 @@ class Patches:
             self.put_floats(layout.at("bias_values", slot), _padded(row.bias_values, width, 0.0))
         return row.has_penalties
 
+    def mask(self, mask: TokenMask) -> None:
+        """The tokens that a row may draw: what differs from its last mask, which between tokens of a text is little."""
+        words = np.frombuffer(mask.words, dtype=np.int32)
+        offset, sent = self._layout.at("allowed", mask.slot), self._masks.get(mask.slot)
+        if sent is None:
+            self.put_run(offset, words)
+        else:
+            self.put_changes(offset, sent, words)
+        self._masks[mask.slot] = words
+
     def clear(self) -> None:
         """Forgets what was gathered and not applied."""
         self._count = 0
+        self._masks.clear()
 
     def append(self, append: TableAppend) -> None:
         self.put_run(self._layout.at("block_table", append.slot, append.column), append.block_ids)

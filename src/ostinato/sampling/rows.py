@@ -10,6 +10,7 @@ from ostinato.request import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 FLAG_PENALTIES = 1
 FLAG_LOGIT_BIAS = 2
 FLAG_MIN_LENGTH = 4
+FLAG_ALLOWED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ def sampling_row(
         FLAG_PENALTIES * penalties
         + FLAG_LOGIT_BIAS * bool(bias)
         + FLAG_MIN_LENGTH * bool(params.min_tokens and stop_token_ids)
+        + FLAG_ALLOWED * (params.structured_outputs is not None)
     )
     return SamplingRow(
         ints={

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ostinato.request import Request
-from ostinato.step import Admission, RowPlan, StepPlan, TableAppend
+from ostinato.step import Admission, RowPlan, StepPlan, TableAppend, TokenMask
 
 __all__ = ["Draft", "num_planned"]
 
@@ -27,6 +27,7 @@ class Draft:
     _sorted: bool = True
     _admissions: list[Admission] = field(default_factory=list)
     _appends: list[TableAppend] = field(default_factory=list)
+    _masks: list[TokenMask] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -65,6 +66,8 @@ class Draft:
         self.budget -= num_tokens
         request.num_computed += num_tokens
         request.num_in_flight += samples
+        if samples and request.grammar is not None:
+            self._masks.append(TokenMask(slot, request.grammar.mask()))
 
     def build(self, step_id: int) -> tuple[StepPlan, list[Request]]:
         """The plan, its rows by slot so that a steady batch looks the same at every step, and each row's request."""
@@ -72,4 +75,5 @@ class Draft:
         if not self._sorted:
             places = sorted(range(len(rows)), key=lambda place: rows[place].slot)
             rows, requests = [rows[place] for place in places], [requests[place] for place in places]
-        return StepPlan(step_id, tuple(rows), tuple(self._admissions), tuple(self._appends)), requests
+        plan = StepPlan(step_id, tuple(rows), tuple(self._admissions), tuple(self._appends), tuple(self._masks))
+        return plan, requests

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.kv.manager import KVManager
-from ostinato.request import FinishReason, Request, RequestStatus
+from ostinato.request import FinishReason, Request, RequestStatus, TokenGrammar
 from ostinato.scheduler.draft import Draft, num_planned
 from ostinato.scheduler.in_flight import InFlight
 from ostinato.scheduler.limits import Limits
@@ -105,6 +105,10 @@ class Scheduler:
         """The unfinished request of that id."""
         return self._requests.get(request_id)
 
+    def unfinished(self) -> tuple[Request, ...]:
+        """All that wait or run, in the order of arrival."""
+        return tuple(self._requests.values())
+
     def add(self, request: Request) -> None:
         """Let a fresh request wait for its turn; its `arrival` is set here.
 
@@ -181,6 +185,8 @@ class Scheduler:
                 finished = False
                 if token_id in request.stop_token_ids or len(request.tokens) >= request.max_length:
                     finished = self._end_if_done(request)
+                if request.grammar is not None and not finished:
+                    finished = self._follow(request, request.grammar, token_id)
                 events.append(TokenEvent(request, token_id, row_logprobs, finished))
         return events
 
@@ -206,8 +212,23 @@ class Scheduler:
         """Raise OstinatoError unless every block and row is free, held behind a fence, or one running request's."""
         self._kv.check_integrity(self._in_flight.held_tables)
 
+    def _follow(self, request: Request, grammar: TokenGrammar, token_id: int) -> bool:
+        """Whether the structure of the output ends the request. One that cannot be followed fails it alone."""
+        try:
+            if grammar.accept(token_id):
+                return False
+        except OstinatoError as error:
+            self._end(request, FinishReason.ERROR, str(error))
+            return True
+        self._end(request, FinishReason.STOP, None)
+        return True
+
     def _num_to_run(self, request: Request) -> int:
-        """Tokens that could run now: none once the last token the request may have is on its way."""
+        """Tokens that could run now. Which tokens may follow in a structure depends on the one that is in flight."""
+        return 0 if request.grammar is not None and request.num_in_flight else self._num_left(request)
+
+    def _num_left(self, request: Request) -> int:
+        """Tokens without a planned step: none once the last token the request may have is on its way."""
         planned = len(request.tokens) + request.num_in_flight
         return 0 if planned >= request.max_length else planned - request.num_computed
 
@@ -239,7 +260,7 @@ class Scheduler:
             if self._kv.num_free + self._num_blocks_to_come() >= missing:
                 draft.short = True
                 return False
-            victim = next(other for other in reversed(self._running) if self._num_to_run(other) > 0)
+            victim = next(other for other in reversed(self._running) if self._num_left(other) > 0)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -249,7 +270,7 @@ class Scheduler:
 
     def _num_blocks_to_come(self) -> int:
         """Blocks that collecting the steps in flight will free for sure: fenced ones, and those of ending requests."""
-        ending = [self._kv.table(r.request_id) for r in self._running if self._num_to_run(r) == 0]
+        ending = [self._kv.table(r.request_id) for r in self._running if self._num_left(r) == 0]
         return self._kv.num_freed_by([*self._in_flight.held_tables, *ending])
 
     def _plan_waiting(self, draft: Draft) -> None:

@@ -38,8 +38,11 @@ class Tokenizer:
         self._special_tokens = dict(special_tokens or {})
         self._special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._compiled = None if chat_template is None else ChatTemplate(chat_template, self._special_tokens)
-        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocab = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocab.values(), default=-1) + 1
         """One more than the largest id. A model's embedding may have more rows, never fewer."""
+        self.max_token_chars = max(map(len, vocab), default=0)
+        """Length of the longest token as spelled: a text has at least this fraction of its length in tokens."""
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         """Whether tokens spell bytes in GPT-2's alphabet, so that text is the concatenation of the tokens' bytes."""
 
@@ -62,6 +65,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`. Ids without a token (a padded vocabulary) have no text; broken UTF-8 becomes U+FFFD."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def to_json(self) -> str:
+        """The tokenizer as `tokenizer.json` has it, without the chat template."""
+        return self._backend.to_str()
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it, or None if the id has none."""

@@ -8,6 +8,8 @@ import pytest
 
 from ostinato import LLM, SamplingParams
 from ostinato.cli.bench.steps import StepTimes, StepWatch, step_cost, watching
+from ostinato.graphs.dispatch import BatchKey, Decision, Reason
+from ostinato.graphs.mode import RuntimeMode
 from ostinato.step import RowPlan, StepPlan
 
 PERIOD, BUSY, WAIT, OBSERVED = 1e-3, 0.9e-3, 0.6e-3, 0.05e-3
@@ -92,7 +94,7 @@ def test_events_belong_to_their_step_with_two_in_flight() -> None:
     watch = StepWatch(1, Event)  # type: ignore[arg-type]
     plans = [StepPlan(step_id, (RowPlan("r", 0, step_id, 1, True),)) for step_id in range(4)]
     for ahead, plan in enumerate(plans):
-        watch.launching(plan)
+        watch.launching(plan, Decision(RuntimeMode.FULL, BatchKey(1, 1, 1), Reason.EXACT))
         watch.launched(plan)
         if ahead:
             watch.waiting(plans[ahead - 1])
@@ -133,7 +135,7 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
 
-    def launching(self, plan: StepPlan) -> None:
+    def launching(self, plan: StepPlan, decision: Decision) -> None:
         self.heard.append(("launching", plan.step_id))
 
     def launched(self, plan: StepPlan) -> None:

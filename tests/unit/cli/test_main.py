@@ -38,6 +38,10 @@ def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) ->
         (["plan", "M", "--memory", "much"], "'much' is not a size"),
         (["plan", "M", "--memory", "1GiB", "--device", "cpu"], "leave out --device cpu"),
         (["chat", "M", "--n", "2"], "one answer at a time"),
+        (["serve", "M", "--port", "65536"], "--port 65536: must be between 0 and 65535"),
+        (["serve", "M", "--max-queue", "-1"], "--max-queue -1: must be at least 0"),
+        (["serve", "M", "--max-body", "much"], "'much' is not a size"),
+        (["serve", "M", "--max-num-seqs", "0"], "max_num_seqs=0"),
         (["bench", "mode", "M"], "unknown command mode: did you mean modes?"),
         (["bench", "decode", "M", "--runs", "2"], "--runs 2: must be at least 3"),
         (["bench", "decode", "M", "--batch", "4,0"], "--batch 4,0: must be at least 1"),
@@ -72,7 +76,8 @@ def test_errors_are_one_line_and_exit_2(words: list[str], message: str, capsys: 
 @pytest.mark.parametrize("name", bench.COMMANDS)
 def test_each_measurement_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", name, "--help"]) == 0
-    assert f"usage: ostinato bench {name} [OPTIONS] MODEL" in capsys.readouterr().out
+    subject = "URL" if name == "serve" else "MODEL"
+    assert f"usage: ostinato bench {name} [OPTIONS] {subject}" in capsys.readouterr().out
 
 
 def test_bench_lists_its_measurements(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,7 @@ def sampling_state(num_slots: int, num_vocab: int, **given: list[float] | Tensor
         bias_values=torch.zeros(num_slots, 300),
         output_counts=ints(0, num_vocab),
         in_prompt=torch.zeros(num_slots, num_vocab, dtype=torch.bool),
+        allowed=ints(-1, -(-num_vocab // 32)),
         flags=ints(0),
     )
     for name, values in given.items():

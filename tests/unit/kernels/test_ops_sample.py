@@ -9,9 +9,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ops_case import TORCH, draw, sampling_state
+from ops_case import TORCH, TRITON, Implementation, draw, require_triton, sampling_state
 
-from ostinato.kernels.reference_sampling import FLAG_LOGIT_BIAS, FLAG_MIN_LENGTH, FLAG_PENALTIES, least_logit
+from ostinato.kernels.reference_sampling import (
+    FLAG_ALLOWED,
+    FLAG_LOGIT_BIAS,
+    FLAG_MIN_LENGTH,
+    FLAG_PENALTIES,
+    least_logit,
+)
 
 INF, NAN = math.inf, math.nan
 
@@ -59,6 +65,30 @@ def test_stop_ids_are_allowed_from_min_length_on() -> None:
     state = sampling_state(4, 3, flags=[FLAG_MIN_LENGTH] * 3, min_length=[8, 8, 8], num_tokens=[7, 8, 9])
     state.stop_ids[:, 63] = 1
     assert draw(TORCH, torch.tensor([[0.0, 5, 1]] * 3), [0, 1, 2], state)[0] == [2, 1, 1]
+
+
+@pytest.mark.parametrize("implementation", [TORCH, TRITON], ids=lambda implementation: implementation.name)
+@pytest.mark.parametrize("num_vocab", [5, 64, 4100])
+def test_only_allowed_tokens_are_drawn(implementation: Implementation, num_vocab: int) -> None:
+    """Greedy, drawn and filtered rows; penalties and bias bring nothing back; rows without the flag are not asked."""
+    if implementation is TRITON:
+        require_triton()
+    allowed = [{1, 3}, {num_vocab - 1}, {0, 2, num_vocab - 1}, {2}, set()]
+    temperatures, flags = [0.0, 1.0, 1.0, 0.0, 0.0], [FLAG_ALLOWED, FLAG_ALLOWED, FLAG_ALLOWED, 15, 0]
+    state = sampling_state(6, num_vocab, temperature=temperatures, flags=flags, top_p=[1.0, 1.0, 0.9, 1.0, 1.0])
+    state.allowed.zero_()
+    for slot, tokens in enumerate(allowed):
+        for token in tokens:
+            word, bit = divmod(token, 32)
+            state.allowed[slot, word] |= 1 << bit if bit < 31 else -(1 << 31)
+    state.bias_ids[:, 0], state.bias_values[:, 0] = 4, 50.0
+    logits = torch.randn((5, num_vocab), generator=torch.Generator().manual_seed(num_vocab))
+    logits[4, 0] = 90.0
+    drawn, adjusted = draw(implementation, logits, [0, 1, 2, 3, 4], state)
+    assert all(token in tokens for token, tokens in zip(drawn[:4], allowed, strict=False)) and drawn[4] == 0
+    for slot in range(4):
+        rest = [token for token in range(num_vocab) if token not in allowed[slot]]
+        assert (adjusted[slot, rest] == -INF).all()
 
 
 @settings(max_examples=150, deadline=None)

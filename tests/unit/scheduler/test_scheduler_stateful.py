@@ -13,6 +13,23 @@ from ostinato.request import FinishReason, Request
 PREFIXES = ([1] * 40, [2, 3] * 20, [4, 5, 6, 1] * 10)
 
 
+class AllAllowed:
+    """A grammar that allows everything, and that nobody may ask again before it has heard which token came."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.num_masks = 0
+
+    def mask(self) -> bytes:
+        assert self.num_masks == len(self.accepted), "asked while a token is on its way"
+        self.num_masks += 1
+        return b"\xff" * 8
+
+    def accept(self, token_id: int) -> bool:
+        self.accepted.append(token_id)
+        return True
+
+
 class SchedulerLife(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
@@ -60,6 +77,7 @@ class SchedulerLife(RuleBasedStateMachine):
         seed=st.integers(0, 3),
         ignore_eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        structured=st.sampled_from([False, False, True]),
     )
     def add(
         self,
@@ -73,6 +91,7 @@ class SchedulerLife(RuleBasedStateMachine):
         seed: int,
         ignore_eos: bool,
         prompt_logprobs: int | None,
+        structured: bool,
     ) -> None:
         prompt = (prefix[:num_shared] + tail)[: self.max_model_len - 1]
         for index in range(count):
@@ -86,6 +105,7 @@ class SchedulerLife(RuleBasedStateMachine):
                 ignore_eos=ignore_eos,
                 prompt_logprobs=prompt_logprobs,
             )
+            request.grammar = AllAllowed() if structured else None
             self.requests.append(self.harness.add(request))
 
     def free_id(self) -> str:
@@ -150,6 +170,9 @@ class SchedulerLife(RuleBasedStateMachine):
                 assert request.stop_reason in ("launch failed", "found outside")
                 assert outputs == alone[: len(outputs)]
             assert request.slot is None and request.num_in_flight == 0
+            if isinstance(request.grammar, AllAllowed):
+                heard = request.grammar.accepted
+                assert heard == outputs[: len(heard)] and len(outputs) - len(heard) <= 1
         assert self.harness.scheduler.preemptions == sum(request.num_preemptions for request in self.requests)
 
 

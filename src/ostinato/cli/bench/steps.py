@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ostinato.graphs.dispatch import Decision
 from ostinato.step import StepPlan
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class StepWatch:
         self._wait_began = 0.0
         self._observed_s = 0.0
 
-    def launching(self, plan: StepPlan) -> None:
+    def launching(self, plan: StepPlan, decision: Decision) -> None:
         began = time.perf_counter()
         is_decode = plan.num_rows == self._batch and plan.query_len == 1
         self._launched.append(_Seen(is_decode, self._record() if self._record is not None else None))

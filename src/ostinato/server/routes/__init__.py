@@ -1,0 +1,1 @@
+"""One module per group of paths, each with `add(app, serving)`."""

@@ -1,0 +1,34 @@
+// Memory by part, as one bar and a list.
+
+import { byId, bytes, el, percent, swatch } from "./dom.js";
+
+const PARTS = {
+  weights: ["weights", "the model's parameters"],
+  kv: ["KV pool", "keys and values of past tokens, in blocks"],
+  graphs: ["graphs", "what the recordings keep: the space of their results, and what the driver needs"],
+  activations: ["activations", "what a step without a graph may take and gives back"],
+};
+
+export function showMemory(memory) {
+  const known = Object.keys(PARTS).filter((part) => memory[part] !== null && memory[part] !== undefined);
+  const sum = known.reduce((all, part) => all + memory[part], 0);
+  const whole = Math.max(memory.total ?? 0, sum) || 1;
+  byId("memory-sum").textContent = memory.total ? `${bytes(sum)} of ${bytes(memory.total)}` : bytes(sum);
+  byId("memory-bar").setAttribute(
+    "aria-label",
+    `Memory by part: ${known.map((part) => `${PARTS[part][0]} ${bytes(memory[part])}`).join(", ")}`,
+  );
+  byId("memory-bar").replaceChildren(
+    ...known.map((part) => {
+      const piece = el("i", { className: `is-${part}`, title: PARTS[part][0] });
+      piece.style.width = `${(100 * memory[part]) / whole}%`;
+      return piece;
+    }),
+  );
+  byId("memory").replaceChildren(
+    ...known.map((part) => {
+      const size = el("b", {}, `${bytes(memory[part])} (${percent(memory[part] / whole)})`);
+      return el("div", {}, el("dt", {}, swatch(part), PARTS[part][0], size), el("dd", {}, PARTS[part][1]));
+    }),
+  );
+}

@@ -1,0 +1,157 @@
+"""Many at once, some of whom leave: nobody else notices, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from ostinato import LLM, SamplingParams
+
+from ..e2e.models import TinyModel
+from .conftest import open_llm
+from .metrics_text import Samples
+from .running import SMALL, Running, running
+
+V = 160
+NUM_STREAMS = 60
+
+
+def requests(count: int, seed: int) -> list[dict[str, Any]]:
+    """Prompts with shared beginnings, greedy and drawn, short and long."""
+    generator = random.Random(seed)
+    stems = [[generator.randrange(1, V) for _ in range(40)] for _ in range(3)]
+    made = []
+    for index in range(count):
+        stem = generator.choice(stems)[: generator.choice([0, 16, 40])]
+        prompt = stem + [generator.randrange(1, V) for _ in range(generator.randrange(1, 30))]
+        sampling = {"temperature": 0.0} if index % 2 else {"temperature": 0.8, "top_p": 0.9, "seed": index}
+        made.append({"prompt": prompt, "max_tokens": generator.randrange(5, 60), "ignore_eos": True, **sampling})
+    return made
+
+
+def offline_texts(llm: LLM, bodies: list[dict[str, Any]]) -> list[str]:
+    params = [SamplingParams(**{k: v for k, v in body.items() if k != "prompt"}) for body in bodies]
+    return [output.outputs[0].text for output in llm.generate([body["prompt"] for body in bodies], params)]
+
+
+async def stream_text(client: openai.AsyncOpenAI, body: dict[str, Any], leave_after: int | None) -> str:
+    """All of the text, or that of the first `leave_after` chunks."""
+    sampling = {key: body[key] for key in ("max_tokens", "temperature", "top_p", "seed") if key in body}
+    stream = await client.completions.create(
+        model="tiny", prompt=body["prompt"], stream=True, extra_body={"ignore_eos": True}, **sampling
+    )
+    text = ""
+    async with stream:
+        number = 0
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            number += 1
+            if number == leave_after:
+                break
+    return text
+
+
+def test_streams_with_random_disconnects(model: TinyModel, offline: LLM) -> None:
+    """A third leaves in the middle, some before the first token. The others' texts are those of offline runs."""
+    bodies = requests(NUM_STREAMS, seed=1)
+    expected = offline_texts(offline, bodies)
+    generator = random.Random(2)
+    leaving = {index: generator.randrange(1, 5) for index in range(0, NUM_STREAMS, 3)}
+    impatient = set(range(1, NUM_STREAMS, 10))
+    # fewer blocks than the rows would like, so that requests are preempted too
+    with running(lambda: open_llm(model, num_gpu_blocks_override=24)) as server:
+        num_tasks = server.num_tasks()
+
+        async def drive() -> list[str | BaseException]:
+            async with openai.AsyncOpenAI(
+                base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=60
+            ) as client:
+
+                async def one(index: int) -> str:
+                    await asyncio.sleep(generator.random() * 0.3)
+                    call = stream_text(client, bodies[index], leaving.get(index))
+                    if index in impatient:
+                        return await asyncio.wait_for(call, 0.05)
+                    return await call
+
+                return await asyncio.gather(*map(one, range(NUM_STREAMS)), return_exceptions=True)
+
+        texts = asyncio.run(drive())
+        server.wait_idle()
+        samples = Samples.parse(server.get("/metrics").text)
+        server.assert_nothing_leaked(num_tasks)
+    for index, text in enumerate(texts):
+        if index in impatient:
+            assert isinstance(text, TimeoutError) or text == expected[index]
+        elif index in leaving:
+            assert isinstance(text, str)
+            assert expected[index].startswith(text)
+        else:
+            assert text == expected[index], index
+    ended = samples.by_label("request_success_total", "finished_reason")
+    assert sum(ended.values()) <= NUM_STREAMS
+    assert ended["length"] >= NUM_STREAMS - len(leaving) - len(impatient)
+    assert ended["abort"] > 0
+    assert ended["error"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disconnect_frees_the_request_at_once(server: Running, stream: bool) -> None:
+    """Long before it would have ended."""
+    server.wait_idle()
+    before = Samples.parse(server.get("/metrics").text)
+    body = {"prompt": "left alone", "max_tokens": 180, "ignore_eos": True, "stream": stream}
+
+    async def leave() -> None:
+        async with httpx.AsyncClient() as client:
+            async with asyncio.timeout(20):
+                call = asyncio.create_task(_read(client, f"{server.url}/v1/completions", body))
+                while server.engine.num_open == 0:
+                    await asyncio.sleep(0.002)
+                await asyncio.sleep(0.02)
+                call.cancel()
+                await asyncio.wait([call])
+
+    asyncio.run(leave())
+    server.wait_idle(5)
+    after = Samples.parse(server.get("/metrics").text)
+    ended = {
+        reason: after.by_label("request_success_total", "finished_reason")[reason]
+        - before.by_label("request_success_total", "finished_reason")[reason]
+        for reason in ("abort", "length", "stop")
+    }
+    assert ended == {"abort": 1, "length": 0, "stop": 0}
+    assert after.total("generation_tokens_total") - before.total("generation_tokens_total") < 180
+    stats = server.engine.info.stats
+    assert server.between_steps(lambda llm: llm.engine.scheduler.kv.num_free) == stats.num_blocks - 1
+
+
+async def _read(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> None:
+    async with client.stream("POST", url, json=body, timeout=60) as response:
+        async for _ in response.aiter_lines():
+            pass
+
+
+def test_a_slow_reader_holds_nobody_up(server: Running, offline: LLM) -> None:
+    """One takes its first bytes and no more; the others are served meanwhile, and it gets all of its text later."""
+    long = {"prompt": "slow", "max_tokens": 150, "temperature": 0.0, "ignore_eos": True}
+    others = requests(8, seed=7)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=long | {"stream": True}, timeout=60) as response:
+        lines = response.iter_lines()
+        first = next(lines)
+        texts = [server.post("/v1/completions", body).json()["choices"][0]["text"] for body in others]
+        rest = [line for line in lines if line]
+    assert texts == offline_texts(offline, others)
+    assert first.startswith("data: ")
+    assert rest[-1] == "data: [DONE]"
+    server.wait_idle()
+
+
+def test_the_settings_leave_room_to_queue() -> None:
+    """What the tests above rely on: more streams than rows."""
+    assert SMALL["max_num_seqs"] < NUM_STREAMS

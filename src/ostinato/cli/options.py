@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from ostinato.config import DTYPES, LOAD_FORMATS, EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode
-from ostinato.request import SamplingParams
+from ostinato.request import SamplingParams, StructuredOutputsParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,17 @@ def biases(text: str) -> dict[int, float]:
         return {int(token): float(value) for token, _, value in (part.partition(":") for part in text.split(","))}
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of id:bias pairs such as 50:2.5,198:-100") from None
+
+
+def structure(text: str) -> StructuredOutputsParams:
+    """`{"choice": ["yes", "no"]}`: the fields of StructuredOutputsParams as a JSON object."""
+    try:
+        fields = json.loads(text)
+        return StructuredOutputsParams(**fields)
+    except (ValueError, TypeError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a structure such as {{"choice": ["yes", "no"]}} or {{"regex": "[0-9]+"}}: {error}'
+        ) from None
 
 
 ENGINE_OPTIONS = (
@@ -96,6 +108,7 @@ SAMPLING_OPTIONS = (
     Option("logit_bias", biases, "added to the logits of these token ids", "ID:F,..."),
     Option("detokenize", None, "make text of the tokens"),
     Option("skip_special_tokens", None, "leave special tokens out of the text"),
+    Option("structured_outputs", structure, "what the output must look like, with llguidance", "JSON"),
 )
 """Every field of SamplingParams."""
 

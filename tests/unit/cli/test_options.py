@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 
 import pytest
@@ -17,11 +18,12 @@ from ostinato.cli.options import (
     engine_options,
     integers,
     sampling_params,
+    structure,
 )
 from ostinato.cli.parser import Parser, UsageError
 from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
-from ostinato.request import SamplingParams
+from ostinato.request import SamplingParams, StructuredOutputsParams
 
 GOLDEN_ENGINE_FLAGS = """
     --device --dtype --load-format --max-model-len --max-num-seqs --max-num-batched-tokens --block-size
@@ -32,6 +34,7 @@ GOLDEN_SAMPLING_FLAGS = """
     --n --max-tokens --min-tokens --temperature --top-p --top-k --min-p --repetition-penalty
     --presence-penalty --frequency-penalty --seed --stop --stop-token-ids --ignore-eos
     --include-stop-str-in-output --logprobs --prompt-logprobs --logit-bias --detokenize --skip-special-tokens
+    --structured-outputs
 """
 
 
@@ -141,3 +144,10 @@ def test_byte_size_refuses(text: str) -> None:
 def test_lists() -> None:
     assert integers("3") == [3]
     assert biases("7:0.5") == {7: 0.5}
+
+
+def test_structures() -> None:
+    assert structure('{"choice": ["yes", "no"]}') == StructuredOutputsParams(choice=["yes", "no"])
+    for wrong in ("{", '"a"', '{"regex": "a", "choice": ["b"]}', '{"pattern": "a"}', "{}"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a structure such as"):
+            structure(wrong)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ostinato.kernels import ops
 from ostinato.kernels.splits import choose_num_splits
-from ostinato.kernels.triton_decode_fused import FusedConfig, fused_config, launch
+from ostinato.kernels.triton_decode_fused import FusedConfig, decode_attention, fused_config
 
 SHAPES = [
     (1, 160),
@@ -125,10 +125,10 @@ class Problem:
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         scale = self.head_size**-0.5
         if variant.config is not None:
-            launch(
-                variant.config, q, k, v, self.positions, self.cos_sin, None, None, 0.0, self.slots, k_cache, v_cache,
+            decode_attention(
+                q, k, v, self.positions, self.cos_sin, None, None, 0.0, self.slots, k_cache, v_cache,
                 self.table, self.row_slot, self.seq_lens, scale, self.rows, self.num_splits, self.out, self.counters,
-                variant.pdl,
+                variant.pdl, variant.config,
             )  # fmt: skip
         else:
             ops.rope(q, k, self.positions, self.cos_sin)

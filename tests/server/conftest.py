@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 
 from ostinato import LLM
 
+from ..e2e.conftest import _one_thread  # noqa: F401 (a fixture of every test here too)
 from ..e2e.models import TinyModel, build_tiny
 from .running import SMALL, Running, running
 
@@ -20,15 +20,6 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}[{{ name | default('assistant') }}]{% endif %}"
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Tiny matrices gain nothing from threads, and tests run beside each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

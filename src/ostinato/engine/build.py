@@ -25,6 +25,7 @@ from ostinato.runner.inputs import StepBuffers
 from ostinato.runner.layout import ArenaLayout
 from ostinato.runner.runner import Runner
 from ostinato.runner.state import RequestState
+from ostinato.sampling.grammar import GrammarCompiler
 from ostinato.scheduler import Scheduler
 from ostinato.weights.base import Checkpoint
 from ostinato.weights.checkpoint import open_checkpoint
@@ -133,12 +134,15 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         runner.enable_check(checker)
         if config.poison:
             pool.storage.fill_blocks(range(pool.num_blocks), float("nan"))
+    vocab_size = model_config.vocab_size
+    eos = _eos_token_ids(checkpoint, tokenizer.eos_token_ids if tokenizer else frozenset())
     engine = Engine(
         scheduler=scheduler,
         runner=runner,
         tokenizer=tokenizer,
-        eos_token_ids=_eos_token_ids(checkpoint, tokenizer.eos_token_ids if tokenizer else frozenset()),
-        vocab_size=model_config.vocab_size,
+        grammars=None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos),
+        eos_token_ids=eos,
+        vocab_size=vocab_size,
         max_in_flight=max_in_flight,
         seed=config.seed,
     )

@@ -24,13 +24,13 @@ class Engine:
         scheduler: Scheduler,
         runner: Runner,
         tokenizer: Tokenizer | None,
+        grammars: GrammarCompiler | None,
         eos_token_ids: frozenset[int],
         vocab_size: int,
         max_in_flight: int,
         seed: int,
     ) -> None:
-        self._grammars = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
-        self.scheduler, self.runner, self.tokenizer = scheduler, runner, tokenizer
+        self.scheduler, self.runner, self.tokenizer, self._grammars = scheduler, runner, tokenizer, grammars
         self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
         self._max_in_flight, self._seed = max_in_flight, seed
         self._in_flight: deque[InFlight] = deque()

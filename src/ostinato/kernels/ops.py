@@ -347,8 +347,8 @@ def decode_attention(
     is the cell which the table gives for that, as `prepare` leaves it, and is not read back from the cache. `counters`
     must be zero before the first call, is zero again after each, and may be shared by calls of one stream.
 
-    `pdl` launches programmatically on CUDA (compute capability 9.0 on). Whatever wrote the integers, the tables and the
-    cache's older cells must then have been complete when some kernel between it and this one was started.
+    `pdl` launches programmatically where the device can (compute capability 9.0 on). Whatever wrote the integers, the
+    tables and the cache's older cells must then have been complete when some kernel in between was started.
     """
     _decode_attention(
         q,

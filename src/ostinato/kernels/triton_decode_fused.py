@@ -39,8 +39,9 @@ from ostinato.kernels.triton_attention_decode import DecodeConfig, decode_config
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_decode_heads import load_angles, load_pairs, normed, prefetch_tile, turned
 from ostinato.kernels.triton_decode_split import merge_parts, share_row
+from ostinato.kernels.triton_launch import starts_early
 
-__all__ = ["FusedConfig", "decode_attention", "decode_fused_kernel", "fused_config", "launch"]
+__all__ = ["FusedConfig", "decode_attention", "decode_fused_kernel", "fused_config"]
 
 _LOG2_E = 1.4426950408889634
 _MERGED_PER_THREAD = 32  # floats of partial results that a merging thread has in flight
@@ -262,43 +263,18 @@ def decode_attention(
     out: Tensor,
     counters: Tensor,
     pdl: bool = False,
+    config: FusedConfig | None = None,
 ) -> None:
-    """See `ops.decode_attention`. 16-bit or float32; last dimensions contiguous."""
-    group, half = q.shape[1] // k_cache.shape[2], cos_sin.shape[1] // 2
-    config = fused_config(num_rows, num_splits, group, q.shape[2], half, q.element_size(), q_norm is not None)
-    launch(
-        config, q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        seq_lens, scale, num_rows, num_splits, out, counters, pdl,
-    )  # fmt: skip
+    """See `ops.decode_attention`. 16-bit or float32; last dimensions contiguous. `config`: instead of `fused_config`'s.
 
-
-def launch(
-    config: FusedConfig,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    num_rows: int,
-    num_splits: int,
-    out: Tensor,
-    counters: Tensor,
-    pdl: bool,
-) -> None:
-    """With a given config. The workspace of several splits is num_rows * H * num_splits * (D + 1) floats; inside a
-    recording it comes from the graph's pool."""
+    The workspace of several splits is num_rows * H * num_splits * (D + 1) floats; inside a recording it comes from the
+    graph's pool.
+    """
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
+    group, half, norm = num_heads // num_kv_heads, cos_sin.shape[1] // 2, q_norm is not None
+    config = config or fused_config(num_rows, num_splits, group, head_size, half, q.element_size(), norm)
+    pdl = pdl and starts_early(q.device)
     split = num_splits > 1
     if split:
         num_parts = num_rows * num_splits * num_heads
@@ -316,10 +292,9 @@ def launch(
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out.stride(0), out.stride(1),
-        GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, HEAD_PAD=config.tiles.head_pad,
-        HALF=cos_sin.shape[1] // 2, VECTOR=config.vector, NORM=q_norm is not None, BLOCK_SIZE=block_size,
-        NUM_QUERIES=config.tiles.num_queries, TILE=config.tiles.tile,
-        LIVE_PAD=config.live_pad, CHUNK=config.chunk, SPLIT=split,
+        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.tiles.head_pad, HALF=half, VECTOR=config.vector, NORM=norm,
+        BLOCK_SIZE=block_size, NUM_QUERIES=config.tiles.num_queries, TILE=config.tiles.tile, LIVE_PAD=config.live_pad,
+        CHUNK=config.chunk, SPLIT=split,
         NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
         PDL=pdl,
         num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, launch_pdl=pdl,

@@ -34,7 +34,7 @@ def prefetch_weights(
         base = (weight + first_row.to(tl.int64) * SIZE).to(tl.int64)
         for chunk in tl.range(0, num_bytes // PREFETCH_BYTES, LANES):
             offset = (chunk + tl.arange(0, LANES)) * PREFETCH_BYTES
-            asked = (offset < num_bytes).to(tl.int32)
+            asked = (offset + PREFETCH_BYTES <= num_bytes).to(tl.int32)
             tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], 1024; } // $0",
                 "=r,l,r", [base + offset, asked], dtype=tl.int32, is_pure=False, pack=1,

@@ -66,7 +66,6 @@ class Decoder:
         self._max_few_rows = (
             max_few_rows(config.hidden_size) if device.type == "cuda" and half and not compile_layers else 0
         )
-        self._pdl = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def forward(
         self,
@@ -110,11 +109,6 @@ class Decoder:
     def compiles(self) -> bool:
         """Whether the functions of a layer go through `torch.compile`."""
         return isinstance(self._plain, CompiledProjections)
-
-    @property
-    def uses_pdl(self) -> bool:
-        """Whether kernels may be launched programmatically (compute capability 9.0 on)."""
-        return self._pdl
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         c = self.config
@@ -173,7 +167,7 @@ class _Attention:
                 a.num_splits,
                 self.out,
                 a.counters,
-                model.uses_pdl,
+                True,
             )
             return
         ops.kv_write(self.key, self.value, self.k_cache, self.v_cache, a.slot_mapping)

@@ -121,14 +121,20 @@ def test_priorities(model: TinyModel) -> None:
 
 
 def test_startup_parts_add_up(model: TinyModel) -> None:
-    """The logged parts are the wall time, with all recordings and with none."""
-    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+    """The logged parts are the wall time, with all recordings and with none. A part that is forgotten is so every time;
+    what a busy machine takes between two parts is not."""
+
+    def missing_s(mode: str) -> float:
         started = time.perf_counter()
         llm = open_llm(model, cudagraph_mode=mode)
         wall = time.perf_counter() - started
         with llm:
             parts = llm.stats().startup_s
-        assert wall * 0.95 - 0.03 < sum(parts.values()) <= wall
+        assert sum(parts.values()) <= wall
+        return wall * 0.95 - sum(parts.values())
+
+    for mode in ("NONE", "FULL_AND_PIECEWISE"):
+        assert any(missing_s(mode) < 0.03 for _ in range(5))
 
 
 def test_progress_is_told(model: TinyModel) -> None:

@@ -364,7 +364,7 @@ def test_stream_with_a_stop_string_never_shows_it(llm: LLM) -> None:
     assert shown == text[: text.index(stop)]
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_two_streams_at_once(llm: LLM) -> None:
     """Taken from in turns, each gets all of its own."""
     expected = [one(llm, PROMPT, greedy(12)).token_ids, one(llm, PROMPT[:4], greedy(20)).token_ids]
@@ -381,7 +381,7 @@ def test_two_streams_at_once(llm: LLM) -> None:
     assert got == expected
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(120)
 def test_generate_while_a_stream_is_open(llm: LLM) -> None:
     expected = one(llm, PROMPT, greedy(10)).token_ids
     stream = llm.stream(PROMPT, greedy(10))

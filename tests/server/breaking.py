@@ -1,6 +1,6 @@
-"""`python -m tests.server.breaking MODEL NUM_STEPS KIND`: a server whose engine breaks after so many steps.
+"""`python -m tests.server.breaking NUM_STEPS KIND serve MODEL ...`: `ostinato`, which breaks after so many steps.
 
-KIND is `raise`, which a step does, or `hang`, where a step never comes back.
+KIND is `raise`, which a step does, `hang`, where a step never comes back, or a path: steps are slow until it exists.
 """
 
 from __future__ import annotations
@@ -8,33 +8,34 @@ from __future__ import annotations
 import logging
 import sys
 import threading
+import time
+from pathlib import Path
 
-from ostinato import LLM
-from ostinato.engine.async_engine import AsyncEngine
+from ostinato.cli.main import main
+from ostinato.engine.engine import Engine
 from ostinato.engine.output import Delta
-from ostinato.server.run import ServerConfig, run_server
+
+SLOW_S = 0.2
 
 
-def main(path: str, num_steps: int, kind: str) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+def break_after(num_steps: int, kind: str) -> None:
+    step, seen = Engine.step, []
 
-    def open_llm() -> LLM:
-        llm = LLM(path, max_num_seqs=4, max_model_len=192, max_num_batched_tokens=32, num_gpu_blocks_override=64)
-        step, seen = llm.engine.step, []
-
-        def breaking() -> list[Delta]:
-            seen.append(1)
-            if len(seen) > num_steps:
-                if kind == "hang":
-                    threading.Event().wait()
+    def breaking(engine: Engine) -> list[Delta]:
+        seen.append(1)
+        if len(seen) > num_steps:
+            if kind == "raise":
                 raise RuntimeError("CUDA error: an illegal memory access was encountered")
-            return step()
+            if kind == "hang":
+                logging.getLogger("ostinato").warning("a step hangs")
+                threading.Event().wait()
+            if not Path(kind).exists():
+                time.sleep(SLOW_S)
+        return step(engine)
 
-        llm.engine.step = breaking  # type: ignore[method-assign]
-        return llm
-
-    return run_server(AsyncEngine(open_llm), ServerConfig(port=0, model_names=["tiny"]))
+    Engine.step = breaking  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2]), sys.argv[3]))
+    break_after(int(sys.argv[1]), sys.argv[2])
+    sys.exit(main(sys.argv[3:]))

@@ -22,12 +22,15 @@ import uvicorn
 
 from ostinato import LLM
 from ostinato.engine.async_engine import AsyncEngine
+from ostinato.engine.output import Delta
 from ostinato.server.app import create_app
 
 T = TypeVar("T")
 
 SRC = Path(__file__).parents[2] / "src"
 ROOT = Path(__file__).parents[2]
+LONGEST_S = 90
+"""What a test waits at most for something that takes no time on a machine with nothing else to do."""
 SMALL: dict[str, Any] = {
     "max_model_len": 192,
     "max_num_seqs": 8,
@@ -51,22 +54,41 @@ class Running:
         async def run() -> T:
             return await make()
 
-        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(run(), self.loop).result(LONGEST_S)
 
     def between_steps(self, function: Callable[[LLM], T]) -> T:
         return self.on_loop(lambda: self.engine.call(function))
 
     def client(self, **options: Any) -> openai.OpenAI:
-        settings = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 60} | options
+        settings = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": LONGEST_S} | options
         return openai.OpenAI(**settings)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}{path}", json=body, timeout=60, **options)
+        return httpx.post(f"{self.url}{path}", json=body, timeout=LONGEST_S, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(f"{self.url}{path}", timeout=60, **options)
+        return httpx.get(f"{self.url}{path}", timeout=LONGEST_S, **options)
 
-    def wait_idle(self, timeout_s: float = 20) -> None:
+    @contextmanager
+    def slow_steps(self, seconds: float) -> Iterator[None]:
+        """So that an answer lasts until a test has looked at it, on any machine."""
+
+        def slow_down(llm: LLM) -> None:
+            step = llm.engine.step
+
+            def slow_step() -> list[Delta]:
+                time.sleep(seconds)
+                return step()
+
+            llm.engine.step = slow_step  # type: ignore[method-assign]
+
+        self.between_steps(slow_down)
+        try:
+            yield
+        finally:
+            self.between_steps(lambda llm: llm.engine.__dict__.pop("step"))
+
+    def wait_idle(self, timeout_s: float = LONGEST_S) -> None:
         """Until no request is open and no step in flight."""
         deadline = time.monotonic() + timeout_s
         while self.engine.num_open or self.between_steps(lambda llm: llm.engine.has_unfinished):
@@ -86,7 +108,7 @@ class Running:
         assert self.between_steps(check) == (stats.num_blocks - 1, stats.max_num_seqs, 0, 0)
         assert not self.engine._members
         assert not self.engine._calls
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + LONGEST_S
         while (left := self.num_tasks()) > num_tasks and time.monotonic() < deadline:
             time.sleep(0.05)
         assert left <= num_tasks, f"{left} tasks, {num_tasks} before"
@@ -144,13 +166,13 @@ def running(
 
         thread = threading.Thread(target=run, name="test-server")
         thread.start()
-        started.wait(60)
+        started.wait(LONGEST_S)
         try:
             if made:
                 yield made[0]
         finally:
             stop.set()
-            thread.join(30)
+            thread.join(LONGEST_S)
         assert not thread.is_alive()
         if failures:
             raise failures[0]
@@ -161,12 +183,26 @@ class ServerProcess:
     process: subprocess.Popen[str]
     url: str
     lines: list[str]
+    reader: threading.Thread
 
-    def wait_ready(self, timeout_s: float = 60) -> None:
-        deadline = time.monotonic() + timeout_s
-        while httpx.get(f"{self.url}/health", timeout=10).status_code != 200:
+    def wait_ready(self) -> None:
+        self._wait(lambda: httpx.get(f"{self.url}/health", timeout=LONGEST_S).status_code == 200)
+
+    def wait_log(self, text: str) -> None:
+        """Until the process has said it."""
+        self._wait(lambda: text in self.log)
+
+    def wait_exit(self) -> int:
+        """The exit code, after which the log is whole."""
+        code = self.process.wait(LONGEST_S)
+        self.reader.join(LONGEST_S)
+        return code
+
+    def _wait(self, come: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + LONGEST_S
+        while not come():
             assert self.process.poll() is None, self.lines
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, self.lines
             time.sleep(0.05)
 
     @property
@@ -181,7 +217,6 @@ def server_process(words: Sequence[str]) -> Iterator[ServerProcess]:
     process = subprocess.Popen([sys.executable, *words], env=environment, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     lines: list[str] = []
-    server = ServerProcess(process, "", lines)
     listening = threading.Event()
 
     def read() -> None:
@@ -193,13 +228,12 @@ def server_process(words: Sequence[str]) -> Iterator[ServerProcess]:
                 listening.set()
         listening.set()
 
-    reader = threading.Thread(target=read)
-    reader.start()
+    server = ServerProcess(process, "", lines, threading.Thread(target=read))
+    server.reader.start()
     try:
-        assert listening.wait(60), lines
+        assert listening.wait(LONGEST_S), lines
         yield server
     finally:
         if process.poll() is None:
             process.kill()
-        process.wait(30)
-        reader.join(30)
+        server.wait_exit()

@@ -99,15 +99,20 @@ def test_closing_a_stream_aborts(model: TinyModel) -> None:
         assert engine.num_open == 0
         assert await free_blocks(engine) == everything
 
-        consumer = asyncio.create_task(tokens(await engine.submit([one("c", 150)])))
+        gate = threading.Event()
+        submitting = asyncio.create_task(engine.submit([one("c", 150)]))
+        blocked = asyncio.create_task(engine.call(lambda llm: gate.wait(60)))
+        consumer = asyncio.create_task(tokens(await submitting))
         await asyncio.sleep(0.01)
         consumer.cancel()
         await asyncio.wait([consumer])
+        gate.set()
+        assert await blocked
         assert engine.num_open == 0
         assert await free_blocks(engine) == everything
 
         gate = threading.Event()
-        blocked = asyncio.create_task(engine.call(lambda llm: gate.wait(20)))
+        blocked = asyncio.create_task(engine.call(lambda llm: gate.wait(60)))
         await asyncio.sleep(0)
         submitting = asyncio.create_task(engine.submit([one("d", 150)]))
         await asyncio.sleep(0.01)
@@ -246,7 +251,7 @@ def test_a_thread_that_hangs_is_left_behind(model: TinyModel) -> None:
     gate = threading.Event()
 
     async def use(engine: AsyncEngine) -> None:
-        engine._thread.between_steps(lambda llm: gate.wait(30) and None)
+        engine._thread.between_steps(lambda llm: gate.wait(60) and None)
         assert not await engine.close(timeout_s=0.05)
         gate.set()
 

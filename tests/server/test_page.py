@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ if CHROMIUM is None:
     pytest.skip("the page is tested in Chromium, which is not installed", allow_module_level=True)
 
 from tests.server.page_mock import MockServer  # noqa: E402
-from tests.server.running import Running  # noqa: E402
+from tests.server.running import LONGEST_S, Running  # noqa: E402
 
 SRC = Path(__file__).parents[2] / "src"
 WORDS = ["One", " <b>two</b>", " three", " <img src=x onerror=alert(1)>"]
-WAIT_MS = 60_000
+WAIT_MS = 1000 * LONGEST_S
 playwright.expect.set_options(timeout=WAIT_MS)
 expect = playwright.expect
 
@@ -40,7 +39,7 @@ def mock() -> Iterator[MockServer]:
     scripted = MockServer(WORDS)
     scripted.start()
     yield scripted
-    scripted.stop()
+    scripted.close()
 
 
 Opened = Callable[..., Any]
@@ -220,7 +219,7 @@ def test_a_key(opened: Opened) -> None:
     page.keyboard.press("Enter")
     expect(page.locator("#status")).to_have_text("live")
     expect(page.locator("#key-form")).to_be_hidden()
-    mock.stop()
+    mock.close()
 
 
 COUNT_ASKED = (
@@ -232,8 +231,14 @@ SET_HIDDEN = """(hidden) => {
 }"""
 
 
+def still(page: Any) -> None:
+    """The page's clock stands, except in `run_for`."""
+    page.clock.install(time=0)
+    page.clock.pause_at(1000)
+
+
 def test_a_hidden_page_asks_nothing(mock: MockServer, opened: Opened) -> None:
-    page = opened(mock.url, prepare=lambda page: (page.clock.install(), page.add_init_script(COUNT_ASKED)))
+    page = opened(mock.url, prepare=lambda page: (still(page), page.add_init_script(COUNT_ASKED)))
     page.clock.run_for(10)
     expect(page.locator("#status")).to_have_text("live")
     page.evaluate(SET_HIDDEN, True)
@@ -316,17 +321,6 @@ def test_everything_has_a_name(mock: MockServer, opened: Opened) -> None:
 # -- against the server itself -----------------------------------------------------------------------------------------
 
 
-def slow_down(llm: Any) -> None:
-    """So that an answer lasts until a test has looked at it. Deleting `step` again undoes it."""
-    step = llm.engine.step
-
-    def slow_step() -> Any:
-        time.sleep(0.2)
-        return step()
-
-    llm.engine.step = slow_step
-
-
 def to_the_limit(route: Any) -> None:
     """Random weights may end an answer with any token."""
     route.continue_(post_data=json.dumps(route.request.post_data_json | {"ignore_eos": True}))
@@ -348,9 +342,8 @@ def test_the_real_server(server: Running, no_leaks: None, opened: Opened) -> Non
     expect(page.locator("#memory")).to_contain_text("weights")
     moved = newest_step(page)
 
-    server.between_steps(slow_down)
-    try:
-        page.get_by_label("tokens").first.fill("100")
+    with server.slow_steps(0.4):
+        page.get_by_label("tokens").first.fill("150")
         page.get_by_role("button", name="Send 8 at once").click()
         expect(page.locator("#tiles")).to_contain_text("8, 0")
         expect(page.locator(".bucket.now")).to_have_text("8")
@@ -358,8 +351,6 @@ def test_the_real_server(server: Running, no_leaks: None, opened: Opened) -> Non
         expect(page.locator("#table li").first).to_contain_text("0–15")
         page.get_by_role("button", name="Stop").click()
         expect(page.locator(".eight .figures")).to_have_text([re.compile("stopped")] * 8)
-    finally:
-        server.between_steps(lambda llm: llm.engine.__dict__.pop("step"))
     server.wait_idle()
     expect(page.locator("#tiles")).to_contain_text("0, 0")
     expect(page.locator("#pool-legend")).to_contain_text("used 0")

@@ -12,7 +12,8 @@ import pytest
 import ostinato
 
 SRC = Path(__file__).parents[2] / "src"
-LIMIT_S = 0.5
+STANDARD = "import argparse, dataclasses, importlib.metadata, inspect, logging"
+"""What a command line may well import, as the measure of the machine. Ours take as long, torch twenty times that."""
 
 
 def cpu_seconds(code: str) -> float:
@@ -22,6 +23,11 @@ def cpu_seconds(code: str) -> float:
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
     return usage.ru_utime + usage.ru_stime
+
+
+@pytest.fixture(scope="module")
+def limit_s() -> float:
+    return 4 * min(cpu_seconds(STANDARD) for _ in range(3))
 
 
 @pytest.mark.parametrize(
@@ -37,9 +43,9 @@ def cpu_seconds(code: str) -> float:
         "from ostinato.cli.main import main; main(['bench', 'decode', '--help'])",
     ],
 )
-def test_is_quick_and_needs_no_torch(code: str) -> None:
+def test_is_quick_and_needs_no_torch(code: str, limit_s: float) -> None:
     check = f"{code}\nimport sys; assert 'torch' not in sys.modules"
-    assert min(cpu_seconds(check) for _ in range(3)) < LIMIT_S
+    assert min(cpu_seconds(check) for _ in range(3)) < limit_s
 
 
 def test_all_names_can_be_imported() -> None:

@@ -52,6 +52,7 @@ class ServerConfig:
     api_keys: Sequence[str] = ()
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     log_level: str = "info"
+    tool_call_parser: str | None = None
 
 
 def run_server(engine: AsyncEngine, config: ServerConfig) -> int:
@@ -89,6 +90,7 @@ async def _serve(engine: AsyncEngine, config: ServerConfig, sock: socket.socket)
         model_names=config.model_names,
         api_keys=config.api_keys,
         max_body_bytes=config.max_body_bytes,
+        tool_call_parser=config.tool_call_parser,
     )
     server = _Server(
         uvicorn.Config(
@@ -122,6 +124,7 @@ class _Life:
     def __init__(self, engine: AsyncEngine, server: uvicorn.Server) -> None:
         self._engine, self._server = engine, server
         self._signals: list[int] = []
+        self._at_once = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_signal(self, number: int) -> None:
@@ -134,6 +137,7 @@ class _Life:
         else:
             logger.warning("%s again: stopping at once", signal.Signals(number).name)
             self._server.force_exit = self._server.should_exit = True
+            self._at_once.set()
 
     async def _drain(self) -> None:
         with contextlib.suppress(Exception):  # a failed start is told by `watch`
@@ -156,11 +160,20 @@ class _Life:
         """The server no longer serves: the engine goes too."""
         watcher.cancel()
         failed = self._engine.state is EngineState.DEAD
-        code = 1 if failed else 128 + self._signals[-1] if self._server.force_exit else 0
-        if not await self._engine.close(None if code == 0 else STOP_S):
+        closing = asyncio.create_task(self._engine.close())
+        if not failed:
+            # all is answered, but the thread may hang in a step whose clients have left: a second signal still counts
+            logger.info("closing the engine")
+            hurry = asyncio.create_task(self._at_once.wait())
+            await asyncio.wait([closing, hurry], return_when=asyncio.FIRST_COMPLETED)
+            hurry.cancel()
+        await asyncio.wait([closing], timeout=STOP_S)
+        code = 1 if failed else 128 + self._signals[-1] if self._at_once.is_set() else 0
+        if not closing.done():
             logger.warning("the engine's thread is busy and is left behind")
             logging.shutdown()
             os._exit(code)  # the interpreter cannot end in good order around a thread that runs kernels
+        await closing
         if failed:
             await self._engine.ready()  # raises if the engine never came up
         return code

@@ -131,7 +131,7 @@ def server() -> Iterator[FakeServer]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    assert started.wait(30)
+    assert started.wait(90)
     yield fake
     loop.call_soon_threadsafe(loop.stop)
     thread.join()

@@ -27,12 +27,13 @@ new Chat(() => state?.model);
 async function askSteps(signal) {
   const before = steps.lastId;
   const answer = await getJson(`/graphs/steps?after=${before}`, signal);
+  if (steps.lastId !== before) return; // forgotten meanwhile
   if (steps.take(answer) > 0 || steps.lastId < before) strip.update();
 }
 
-// What comes back may be another process that counts anew: everything that it has kept is asked for.
-function loseSteps(error) {
-  if (error === null) return;
+// What comes back may be another process that counts anew: everything that it has kept is asked for. Either of the two
+// that poll may be the only one to notice that the server was gone.
+function lose(error) {
   steps.clear();
   showState(error);
 }
@@ -100,8 +101,8 @@ function showState(error) {
   if (banner.textContent !== text) banner.textContent = text; // the same alert is not read out twice
 }
 
-const restartSteps = poll(askSteps, STEPS_MS, loseSteps);
-const restartOthers = poll(askOthers, OTHERS_MS, showState);
+const restartSteps = poll(askSteps, STEPS_MS, (error) => error !== null && lose(error));
+const restartOthers = poll(askOthers, OTHERS_MS, (error) => (error === null ? showState(null) : lose(error)));
 
 onKeyWanted(() => {
   byId("key-form").hidden = false;

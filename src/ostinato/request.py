@@ -35,7 +35,9 @@ class StructuredOutputsParams:
     """What the output must look like: exactly one of these. Names are vLLM's.
 
     `json` is a schema (JSON text or a dict), `json_object` any object, `regex` what the whole output matches, `choice`
-    texts of which it is one, `grammar` a grammar in Lark's notation.
+    texts of which it is one, `grammar` a grammar in Lark's notation. `structural_tag` is JSON text of the form
+    `{"structures": [{"begin", "schema", "end"}], "triggers": [...]}`: free text, in which what begins with a trigger
+    goes on as one of the structures.
     """
 
     json: str | dict[str, Any] | None = None
@@ -43,14 +45,17 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
+    structural_tag: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in ("json", "regex", "choice", "grammar") if getattr(self, name) is not None]
+        names = ("json", "regex", "choice", "grammar", "structural_tag")
+        given = [name for name in names if getattr(self, name) is not None]
         given += ["json_object"] * bool(self.json_object)
         if len(given) != 1:
             named = ", ".join(given) or "none"
             raise ConfigError(
-                f"StructuredOutputsParams takes one of json, regex, choice, grammar and json_object, got {named}",
+                "StructuredOutputsParams takes one of json, regex, choice, grammar, json_object and structural_tag, "
+                f"got {named}",
                 field="structured_outputs",
             )
         if self.choice is not None and (isinstance(self.choice, str) or not all(self.choice) or not self.choice):

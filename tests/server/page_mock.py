@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from .running import LONGEST_S
+
 STATIC = Path(__file__).parents[2] / "src" / "ostinato" / "server" / "static"
 BUCKETS, MIXED = (1, 2, 4, 8), (8, 16, 32)
 
@@ -30,7 +32,11 @@ class MockServer:
         self.open = self.left = 0
         """Answers that stream, and those whose reader went away."""
         self._server: ThreadingHTTPServer | None = None
-        self._port = 0
+        # bound and never listening: nobody else gets the port while the server is stopped
+        self._reserved = socket.socket()
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("127.0.0.1", 0))
+        self._port: int = self._reserved.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -39,7 +45,6 @@ class MockServer:
     def start(self) -> None:
         """At the same port as before, if it was stopped."""
         self._server = _Server(("127.0.0.1", self._port), _handler_of(self))
-        self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
 
     def stop(self) -> None:
@@ -48,10 +53,14 @@ class MockServer:
             self._server.server_close()
             self._server = None
 
+    def close(self) -> None:
+        self.stop()
+        self._reserved.close()
+
     def wait_open(self, answers: int) -> None:
         """Until so many stream."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.open == answers, 60), f"{self.open} answers are open"
+            assert self.changed.wait_for(lambda: self.open == answers, LONGEST_S), f"{self.open} answers are open"
 
     def release(self, tokens: int) -> None:
         with self.changed:
@@ -61,19 +70,20 @@ class MockServer:
     def add_step(self, mode: str, key: list[int | None] | None, reason: str, rows: int, tokens: int) -> None:
         now = time.time() * 1e3
         padded = tokens if key is None else key[0]
-        self.steps.append(
-            {
-                "id": len(self.steps) + 1,
-                "launched_ms": now - 5,
-                "collected_ms": now,
-                "mode": mode,
-                "key": key,
-                "reason": reason,
-                "rows": rows,
-                "tokens": tokens,
-                "padded_tokens": padded,
-            }
-        )
+        with self.changed:
+            self.steps.append(
+                {
+                    "id": len(self.steps) + 1,
+                    "launched_ms": now - 5,
+                    "collected_ms": now,
+                    "mode": mode,
+                    "key": key,
+                    "reason": reason,
+                    "rows": rows,
+                    "tokens": tokens,
+                    "padded_tokens": padded,
+                }
+            )
 
     def decode_step(self, rows: int) -> None:
         bucket = next(size for size in BUCKETS if size >= rows)
@@ -105,19 +115,28 @@ class MockServer:
             "ladder": {"uniform": BUCKETS, "mixed": MIXED},
             "recordings": [dict(zip(names, size, strict=True)) | made for size in sizes],
             "counters": list(counters.values()),
-            "memory": {"weights": 1 << 30, "kv": 3 << 30, "graphs": 7 << 20, "activations": None, "total": 5 << 30},
+            "memory": {
+                "before": 1 << 28,
+                "weights": 1 << 30,
+                "kv": 3 << 30,
+                "graphs": 7 << 20,
+                "buffers": 9 << 20,
+                "libraries": 0,
+                "free": 1 << 29,
+                "total": 5 << 30,
+            },
         }
 
     def get(self, path: str, after: int) -> Any:
         if path == "/graphs/state":
             return self.state()
         if path == "/graphs/steps":
-            return {"last": len(self.steps), "steps": self.steps[after:][-512:]}
+            steps = list(self.steps)
+            return {"last": len(steps), "steps": steps[after:][-512:]}
+        count = self.open
         if path == "/graphs/pool":
-            return {"num_blocks": 200, "states": "s" + "u" * (3 * self.open) + "c" * 7 + "f" * (192 - 3 * self.open)}
-        requests = [
-            {"id": f"r{n}", "status": "running", "prompt_tokens": 40, "output_tokens": 1} for n in range(self.open)
-        ]
+            return {"num_blocks": 200, "states": "s" + "u" * (3 * count) + "c" * 7 + "f" * (192 - 3 * count)}
+        requests = [{"id": f"r{n}", "status": "running", "prompt_tokens": 40, "output_tokens": 1} for n in range(count)]
         return [request | {"blocks": [3 * n + 1, 3 * n + 2, 3 * n + 3]} for n, request in enumerate(requests)]
 
 
@@ -164,7 +183,8 @@ def _handler_of(mock: MockServer) -> type[BaseHTTPRequestHandler]:
             try:
                 self._stream(body.get("n", 1), start)
             except (OSError, ConnectionError):
-                mock.left += 1
+                with mock.changed:
+                    mock.left += 1
             finally:
                 with mock.changed:
                     mock.open -= body.get("n", 1)

@@ -11,7 +11,7 @@ from ostinato import LLM, SamplingParams
 from ostinato.engine.stream import Submission
 from ostinato.kv.block_pool import BlockPool
 
-from .running import Running
+from .running import LONGEST_S, Running
 
 
 def complete(server: Running, **options: Any) -> None:
@@ -52,7 +52,7 @@ def test_state(server: Running) -> None:
     memory = state["memory"]
     assert memory["weights"] > 0
     assert memory["kv"] == 64 * 16 * 2 * 2 * 2 * 16 * 4  # blocks, tokens, layers, K and V, heads, head size, float32
-    assert memory["activations"] > 0
+    assert memory["buffers"] > 0
     assert memory["total"] is None
 
 
@@ -104,13 +104,14 @@ def test_pool_and_requests(server: Running) -> None:
             import threading
 
             gate = threading.Event()
-            async with httpx.AsyncClient(base_url=server.url, timeout=30) as client:
+            async with httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S) as client:
+                hold = asyncio.create_task(server.engine.call(lambda llm: gate.wait(LONGEST_S)))
                 pool = asyncio.create_task(client.get("/graphs/pool"))
                 requests = asyncio.create_task(client.get("/graphs/requests"))
-                await asyncio.sleep(0)
-                hold = asyncio.create_task(server.engine.call(lambda llm: gate.wait(0.3)))
-                answers = (await pool).json(), (await requests).json()
+                while len(server.engine._calls) < 3:
+                    await asyncio.sleep(0.005)
                 gate.set()
+                answers = (await pool).json(), (await requests).json()
                 await hold
             release.set_result(None)
             return answers

@@ -15,6 +15,7 @@ from ostinato.errors import ConfigError
 LOG_LEVELS = ("debug", "info", "warning", "error")
 NEEDED = ("fastapi", "uvicorn", "uvloop", "httptools", "msgspec", "prometheus_client")
 MAX_QUEUE, MAX_BODY = 1024, "16MiB"
+TOOL_CALL_PARSERS = ("hermes", "llama3_json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +43,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"requests that may wait beyond those that run; more are answered 429 [{MAX_QUEUE}]",
     )
     group.add_argument("--max-body", default=MAX_BODY, metavar="SIZE", help=f"largest body of a request [{MAX_BODY}]")
+    group.add_argument(
+        "--enable-auto-tool-choice",
+        action="store_true",
+        help="let the model decide whether to call a tool; needs --tool-call-parser",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_PARSERS,
+        help="how the model writes calls: hermes (Hermes, Qwen) or llama3_json (Llama 3.1 and later)",
+    )
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug logs every request [info]")
     add_engine_options(parser)
 
@@ -54,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--port {args.port}: must be between 0 and 65535")
     if args.max_queue < 0:
         raise ConfigError(f"--max-queue {args.max_queue}: must be at least 0")
+    if args.enable_auto_tool_choice and args.tool_call_parser is None:
+        raise ConfigError(f"--enable-auto-tool-choice needs --tool-call-parser {' or '.join(TOOL_CALL_PARSERS)}")
     max_body_bytes = byte_size(args.max_body)
     options = engine_options(args)
     EngineConfig.from_options(args.model, options)  # a wrong option is told before anything listens
@@ -72,5 +85,6 @@ def run(args: argparse.Namespace) -> int:
         api_keys=args.api_key or ([] if key is None else [key]),
         max_body_bytes=max_body_bytes,
         log_level=args.log_level,
+        tool_call_parser=args.tool_call_parser if args.enable_auto_tool_choice else None,
     )
     return run_server(engine, config)

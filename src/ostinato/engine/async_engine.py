@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from ostinato.engine.engine_thread import EngineThread
@@ -20,10 +21,17 @@ from ostinato.engine.status import EngineInfo, EngineState, refusal
 from ostinato.engine.step_log import StepLog
 from ostinato.engine.stream import Member, Piece, RequestStream, Submission
 from ostinato.errors import ConfigError, EngineDeadError, QueueFullError, UnavailableError
+from ostinato.request import SamplingParams, StructuredOutputsParams, TokenGrammar
+from ostinato.sampling.grammar import Grammar
 
 T = TypeVar("T")
 
 DEFAULT_MAX_QUEUE = 1024
+
+NUM_COMPILERS = 2
+"""Grammars compiled at once: one large schema does not hold up the next, and many do not take all cores."""
+
+_ANY_GRAMMAR = SamplingParams(structured_outputs=StructuredOutputsParams(regex="a"))
 
 
 class AsyncEngine:
@@ -43,6 +51,9 @@ class AsyncEngine:
             open_llm, on_opened=self._opened, on_stepped=self._stepped, on_ended=self._thread_ended
         )
         self._info: EngineInfo | None = None
+        self._compile: Callable[[SamplingParams], TokenGrammar | None] = lambda params: None
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "ostinato-compile")
+        self._num_compiling = 0
         self._failure: EngineDeadError | None = None
         self._members: dict[str, Member] = {}
         self._calls: set[asyncio.Future[Any]] = set()
@@ -83,6 +94,7 @@ class AsyncEngine:
         if self.state is not EngineState.DEAD:
             self.state = EngineState.CLOSED
         self._fail_all(self._refusal())
+        self._compilers.shutdown(wait=False, cancel_futures=True)
         self._thread.stop()
         return await asyncio.to_thread(self._thread.join, timeout_s)
 
@@ -107,12 +119,34 @@ class AsyncEngine:
         most = self.info.stats.max_num_seqs + self._max_queue
         if count > most:
             raise ConfigError(f"{count} answers in one call: at most {most} can run and wait", field="n")
-        if len(self._members) + count > most:
+        num_open = len(self._members) + self._num_compiling
+        if num_open + count > most:
             self.request_stats.num_refused += 1
             raise QueueFullError(
-                f"{len(self._members)} requests are open and {count} more would make more than {most} "
+                f"{num_open} requests are open and {count} more would make more than {most} "
                 f"({self.info.stats.max_num_seqs} run at once, {self._max_queue} may wait): try again later"
             )
+
+    async def compile_grammars(self, params: SamplingParams, count: int) -> list[TokenGrammar | None]:
+        """One for each of `count` submissions, None where `params` has no `structured_outputs`.
+
+        It takes up to seconds of work, on a thread that is neither the loop's nor the engine's. Raises ConfigError for
+        a malformed structure, and what `submit` raises while the engine does not serve.
+        """
+        if params.structured_outputs is None:
+            return [None] * count
+        self.check_room(count)
+        self._num_compiling += count
+        try:
+            first = await self._loop.run_in_executor(self._compilers, self._compile, params)
+        except asyncio.CancelledError:
+            if self.state is EngineState.CLOSED:  # `close` has cancelled it, and nobody the caller
+                raise self._refusal() from None
+            raise
+        finally:
+            self._num_compiling -= count
+        assert isinstance(first, Grammar)
+        return [first, *(first.copy() for _ in range(count - 1))]
 
     async def submit(self, submissions: Sequence[Submission], *, arrived_at_s: float | None = None) -> RequestStream:
         """Queues all of them or none. Use the stream as a context manager; whoever drops it leaves them running.
@@ -161,6 +195,10 @@ class AsyncEngine:
 
     def _opened(self, llm: LLM) -> None:
         llm.engine.runner.observe(self.step_log)
+        self._compile = llm.engine.compile_grammar
+        with contextlib.suppress(ConfigError):  # this model has no structured outputs: who asks for one is told
+            # now, because the first grammar of all holds Python's lock for up to a second: nothing else would run
+            self._compile(_ANY_GRAMMAR)
         self._post(self._on_opened, EngineInfo(llm.tokenizer, llm.stats()))
 
     def _stepped(self, deltas: Sequence[Delta], at_s: float) -> None:
@@ -245,7 +283,9 @@ def _add_all(llm: LLM, submissions: Sequence[Submission]) -> tuple[OutputState, 
     try:
         for one in submissions:
             added.append(
-                llm.engine.add_request(one.request_id, one.prompt_token_ids, one.params, priority=one.priority)
+                llm.engine.add_request(
+                    one.request_id, one.prompt_token_ids, one.params, priority=one.priority, grammar=one.grammar
+                )
             )
     except BaseException:
         for output in added:

@@ -9,16 +9,18 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from ostinato.engine.output import Delta, OutputState
-from ostinato.request import SamplingParams
+from ostinato.request import SamplingParams, TokenGrammar
 
 
 class Submission(NamedTuple):
-    """One sequence to generate."""
+    """One sequence to generate. `grammar` is its own (`AsyncEngine.compile_grammars`); without one, the engine's thread
+    compiles what `params.structured_outputs` asks for."""
 
     request_id: str
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0
+    grammar: TokenGrammar | None = None
 
 
 class Piece(NamedTuple):

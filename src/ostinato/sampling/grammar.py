@@ -9,6 +9,7 @@ import importlib
 import json
 import re
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ostinato.errors import ConfigError, OstinatoError
@@ -17,8 +18,18 @@ from ostinato.request import StructuredOutputsParams
 if TYPE_CHECKING:
     from ostinato.tokenizer.tokenizer import Tokenizer
 
-_JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x09]{0,16}"}
+JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x09]{0,16}"}
 """Of a JSON schema, if it does not say otherwise: some models would go on with white space for ever."""
+
+MAX_CHARS = 1 << 17
+"""Longest schema, expression or grammar, or list of choices. The library bounds its own work, not its recursion: a
+chain of rules takes a stack as deep as the chain is long, and this many characters fit `_STACK_BYTES` several times."""
+
+_STACK_BYTES = 256 << 20
+"""Address space for the stack of a compilation; what is not used is never backed by memory."""
+
+_stack_size = threading.Lock()
+"""Held while Python's setting for new threads, which is one for the process, is another."""
 
 
 class Grammar:
@@ -27,6 +38,10 @@ class Grammar:
 
     def __init__(self, matcher: Any, num_bytes: int) -> None:
         self._matcher, self._num_bytes = matcher, num_bytes
+
+    def copy(self) -> Grammar:
+        """The same place, for another sequence. Much cheaper than compiling again."""
+        return Grammar(self._matcher.deep_copy(), self._num_bytes)
 
     def mask(self) -> bytes:
         """The tokens that may come next; all of them once the grammar has become too complex to follow, of which
@@ -57,21 +72,26 @@ class GrammarCompiler:
         self._lock = threading.Lock()
 
     def compile(self, params: StructuredOutputsParams) -> Grammar:
-        """A fresh grammar. Raises ConfigError for one that is malformed, or if llguidance is not installed."""
+        """A fresh grammar. Raises ConfigError for one that is malformed, or too large, or if llguidance is not
+        installed."""
         library = self._library()
         try:
-            source = _source(library.LLMatcher, params)
+            source = _source(library, params)
         except ValueError as error:
             raise _refused(str(error)) from error
+        tokens = self._vocabulary(library)
+        matcher = _on_deep_stack(lambda: library.LLMatcher(tokens, source, log_level=0))
+        if matcher.is_error():
+            raise _refused(matcher.get_error())
+        return Grammar(matcher, -(-self._vocab_size // 32) * 4)
+
+    def _vocabulary(self, library: Any) -> Any:
         with self._lock:
             if self._tokens is None:
                 self._tokens = library.LLTokenizer(
                     self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos
                 )
-        matcher = library.LLMatcher(self._tokens, source, log_level=0)
-        if matcher.is_error():
-            raise _refused(matcher.get_error())
-        return Grammar(matcher, -(-self._vocab_size // 32) * 4)
+            return self._tokens
 
     def _library(self) -> Any:
         if not self._eos:
@@ -86,16 +106,63 @@ class GrammarCompiler:
             ) from error
 
 
-def _source(matcher: Any, params: StructuredOutputsParams) -> str:
+def _source(library: Any, params: StructuredOutputsParams) -> str:
+    matcher = library.LLMatcher
     if params.choice is not None:
-        return str(matcher.grammar_from_regex("|".join(re.escape(text) for text in params.choice)))
+        return str(matcher.grammar_from_regex(_limited("|".join(re.escape(text) for text in params.choice))))
     if params.regex is not None:
-        return str(matcher.grammar_from_regex(params.regex))
+        return str(matcher.grammar_from_regex(_limited(params.regex)))
     if params.grammar is not None:
-        return str(matcher.grammar_from_lark(params.grammar))
+        return str(matcher.grammar_from_lark(_limited(params.grammar)))
+    if params.structural_tag is not None:
+        return _tagged(library.StructTag, _limited(params.structural_tag))
     schema = {"type": "object"} if params.json is None else params.json
     schema = schema if isinstance(schema, str) else json.dumps(schema)
-    return str(matcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))
+    return str(matcher.grammar_from_json_schema(_limited(schema), defaults=JSON_OPTIONS))
+
+
+def _tagged(struct_tag: Any, text: str) -> str:
+    """Free text in which each `begin` is followed by what fits its schema, and that by `end`. Raises ValueError."""
+    try:
+        wanted = json.loads(text)
+        triggers = [str(trigger) for trigger in wanted["triggers"]]
+        tags = []
+        for one in wanted["structures"]:
+            begin, schema = str(one["begin"]), one.get("schema") or {}
+            trigger = next((trigger for trigger in triggers if trigger and begin.startswith(trigger)), None)
+            if trigger is None:
+                raise ValueError(f"structural_tag: {begin!r} begins with none of the triggers")
+            if not isinstance(schema, dict):
+                raise ValueError("structural_tag: a schema must be an object")
+            options = {"x-guidance": JSON_OPTIONS} | schema
+            tags.append(struct_tag(trigger=trigger, begin=begin, grammar=options, end=str(one.get("end", ""))))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            "structural_tag must be an object with 'structures', each with 'begin', 'schema' and 'end', and 'triggers'"
+        ) from error
+    if not tags:
+        raise ValueError("structural_tag: 'structures' is empty")
+    return str(struct_tag.to_grammar(tags, assume_special=False))
+
+
+def _limited(text: str) -> str:
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"it has {len(text)} characters, at most {MAX_CHARS} are taken")
+    return text
+
+
+def _on_deep_stack(function: Callable[[], Any]) -> Any:
+    """Runs `function`, which must not raise, on a thread with room for deep recursion."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()), name="ostinato-grammar", daemon=True)
+    with _stack_size:
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return results[0]
 
 
 def _refused(reason: str) -> ConfigError:

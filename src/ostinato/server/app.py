@@ -22,11 +22,13 @@ def create_app(
     model_names: Sequence[str],
     api_keys: Sequence[str] = (),
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES,
+    tool_call_parser: str | None = None,
 ) -> FastAPI:
     """Serves `engine`, which may still be starting, under the first of `model_names` and its other names.
 
     Whoever calls this starts the engine, on the event loop that the application runs on, and closes it. With
-    `api_keys`, requests need one of them.
+    `api_keys`, requests need one of them. `tool_call_parser` (of `tools.syntax.SYNTAXES`) lets the model decide
+    whether to call a tool.
     """
     app = FastAPI(
         title="Ostinato",
@@ -36,7 +38,7 @@ def create_app(
         redoc_url=None,
     )
     add_handlers(app)
-    serving = Serving(engine, tuple(model_names), max_body_bytes)
+    serving = Serving(engine, tuple(model_names), max_body_bytes, tool_call_parser)
     for routes in (chat, completions, models, tokenize, health, graphs, page):
         routes.add(app, serving)
     description = describe(app)

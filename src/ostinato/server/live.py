@@ -42,10 +42,15 @@ class CounterView(Struct):
 
 
 class MemoryView(Struct):
+    """`before` the engine: the CUDA context, other processes; None on the CPU, as are `free` and `total`."""
+
+    before: int | None
     weights: int
     kv: int
     graphs: int
-    activations: int
+    buffers: int
+    libraries: int
+    free: int | None
     total: int | None
 
 
@@ -117,7 +122,16 @@ def graphs_state(model: str, stats: EngineStats) -> GraphsState:
         counters=[
             CounterView(c.mode, _key(c.key), c.reason, c.count, c.live_tokens, c.padded_tokens) for c in stats.steps
         ],
-        memory=MemoryView(memory.weights, memory.kv, memory.graphs, memory.activations, memory.total),
+        memory=MemoryView(
+            before=memory.before,
+            weights=memory.weights,
+            kv=memory.kv,
+            graphs=memory.graphs,
+            buffers=memory.buffers,
+            libraries=memory.libraries,
+            free=memory.free,
+            total=memory.total,
+        ),
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from pydantic_core import from_json
 
 from ostinato.errors import ConfigError
 from ostinato.server.errors import APIError
@@ -56,8 +59,12 @@ async def chat_prompt(
     *,
     add_generation_prompt: bool,
     template_variables: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> Prompt:
-    """The rendered conversation. Raises APIError or ConfigError."""
+    """The rendered conversation. `tools` are as OpenAI writes them, which is how templates want them.
+
+    Raises APIError or ConfigError.
+    """
     tokenizer = serving.engine.info.tokenizer
     if tokenizer is None:
         raise ConfigError("this model has no tokenizer and so no chat: use /v1/completions with token ids")
@@ -69,13 +76,15 @@ async def chat_prompt(
 
     def make() -> Prompt:
         try:
-            text = tokenizer.apply_chat_template(plain, add_generation_prompt=add_generation_prompt, **variables)
+            text = tokenizer.apply_chat_template(
+                plain, add_generation_prompt=add_generation_prompt, tools=tools, **variables
+            )
         except ConfigError as error:
             raise ConfigError(str(error), field="messages") from error
         return Prompt(_encode(serving, tokenizer, text, False, "messages"), text)
 
     # a template takes its time for each message, however short
-    size = sum(len(message["content"] or "") + 64 for message in plain)
+    size = sum(len(message["content"] or "") + 64 for message in plain) + 512 * len(tools or ())
     prompt = await serving.aside(make, size)
     _check_length(serving, len(prompt.token_ids), "messages")
     return prompt
@@ -84,6 +93,9 @@ async def chat_prompt(
 def _plain(message: Message, index: int) -> dict[str, Any]:
     """For the template: parts of text become lines of one text."""
     found: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
+    calls = found.pop("tool_calls", None)
+    if calls:  # templates ask whether there are any, or whether the name is there
+        found["tool_calls"] = _plain_calls(calls, f"messages[{index}].tool_calls")
     content = message.content
     where = f"messages[{index}].content"
     if isinstance(content, list):
@@ -104,6 +116,23 @@ def _plain(message: Message, index: int) -> dict[str, Any]:
     if content is None and "tool_calls" not in found:
         raise APIError(400, f"{where} is missing", param=where, code="missing_required_parameter")
     return found | {"content": content}
+
+
+def _plain_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Arguments as an object, where they are JSON text of one: what templates print as JSON, or go through."""
+    found = []
+    for number, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            place = f"{where}[{number}]"
+            raise APIError(400, f"{place} must have a function with a name", param=place, code="invalid_value")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                value = from_json(arguments)
+                arguments = value if isinstance(value, dict) else arguments
+        found.append({**call, "function": {**function, "arguments": {} if arguments is None else arguments}})
+    return found
 
 
 def _encode(serving: Serving, tokenizer: Tokenizer, text: str, add_special_tokens: bool, field: str) -> list[int]:

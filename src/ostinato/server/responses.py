@@ -49,10 +49,24 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class FunctionCall(Struct):
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct):
+    id: str
+    function: FunctionCall
+    type: Literal["function"] = "function"
+
+
 class ChatMessage(Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -73,9 +87,26 @@ class ChatCompletion(Struct):
     system_fingerprint: None = None
 
 
+class FunctionCallDelta(Struct):
+    """`arguments` is more of the JSON text."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """The first of a call has its id and name."""
+
+    index: int
+    function: FunctionCallDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(Struct):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

@@ -6,7 +6,7 @@ engine's to check.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,10 +17,17 @@ MAX_ANSWERS = 128
 
 MAX_STOPS = 16
 
+MAX_TOOLS = 128
+"""OpenAI's limit."""
+
 Bias = Annotated[float, Field(ge=-100, le=100)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 StopText = Annotated[str, Field(min_length=1)]
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+"""Of functions and schemas (OpenAI's rule)."""
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 TokenIdText = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 """A token id as the key of a JSON object."""
 
@@ -37,16 +44,36 @@ class StreamOptions(Body):
     include_usage: bool = False
 
 
+class JsonSchema(Body):
+    """What OpenAI calls a JSON schema: one with a name. `strict` changes nothing: answers always fit the schema."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    json_schema: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's: exactly one of these. `structural_tag` is JSON text."""
+
+    json_schema: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | None = None
+
+
 class SamplingFields(Body):
     """What chat and text completions have in common. None is the default of `SamplingParams`, or of the server."""
 
     refused: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "response_format": (None, {"type": "text"}),
-        "structured_outputs": (None,),
-        "guided_json": (None,),
-        "guided_regex": (None,),
-        "guided_choice": (None,),
-        "guided_grammar": (None,),
+        "guided_whitespace_pattern": (None,),
         "use_beam_search": (None, False),
         "logits_processors": (None, []),
         "prompt_logprobs": (None,),
@@ -73,6 +100,12 @@ class SamplingFields(Body):
     skip_special_tokens: bool | None = None
     logit_bias: Annotated[dict[TokenIdText, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
 
 class Message(BaseModel):
@@ -84,10 +117,31 @@ class Message(BaseModel):
     content: str | list[dict[str, Any]] | None = None
 
 
+class FunctionDefinition(Body):
+    """`strict` changes nothing: arguments always fit `parameters`, a JSON schema; without one there are none."""
+
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    name: str
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
 class ChatRequest(SamplingFields):
     refused: ClassVar[dict[str, tuple[Any, ...]]] = SamplingFields.refused | {
-        "tools": (None, []),
-        "tool_choice": (None, "none"),
         "functions": (None, []),
         "function_call": (None, "none"),
         "modalities": (None, ["text"]),
@@ -105,6 +159,9 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
 
 
 class CompletionRequest(SamplingFields):

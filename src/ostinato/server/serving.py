@@ -23,11 +23,13 @@ DEFAULT_MAX_BODY_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """`model_names` are what clients may call the model, the first one in answers. Bodies end at `max_body_bytes`."""
+    """`model_names` are what clients may call the model, the first one in answers. Bodies end at `max_body_bytes`.
+    `tool_call_parser` names how the model writes calls, None where it may not decide to call."""
 
     engine: AsyncEngine
     model_names: tuple[str, ...]
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    tool_call_parser: str | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     # two, so that one long prompt does not hold up the next, and many do not take all cores
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "ostinato-text"))

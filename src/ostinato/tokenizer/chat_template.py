@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 import jinja2.nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -53,6 +54,14 @@ class ChatTemplate:
             return self._template.render(context)
         except Exception as error:  # a template is someone else's program, run on a user's data
             raise ConfigError(f"chat template cannot render these {len(messages)} messages: {error}") from error
+
+
+def variables_of(source: str) -> frozenset[str]:
+    """Names that a template takes from outside. Raises ConfigError if `source` is not a template."""
+    try:
+        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(source)))
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"chat template, line {error.lineno}: {error.message}") from error
 
 
 class _GenerationBlock(Extension):

@@ -11,6 +11,7 @@ from ostinato.server.body import read_body
 from ostinato.server.chat_form import ChatForm
 from ostinato.server.errors import APIError
 from ostinato.server.generation import EventStream, whole
+from ostinato.server.grammars import grammars
 from ostinato.server.logprobs import Spelling
 from ostinato.server.openapi import operation
 from ostinato.server.prompts import chat_prompt
@@ -18,6 +19,8 @@ from ostinato.server.responses import ChatChunk, ChatCompletion
 from ostinato.server.sampling import sampling_params
 from ostinato.server.schema import ChatRequest
 from ostinato.server.serving import Serving, new_id
+from ostinato.server.structure import structure_of
+from ostinato.server.tools.choice import tool_choice_of
 
 
 def add(app: FastAPI, serving: Serving) -> None:
@@ -30,18 +33,30 @@ def add(app: FastAPI, serving: Serving) -> None:
         num_answers = body.n or 1
         serving.engine.check_room(num_answers)
         num_top = _num_top(body)
+        structure = structure_of(body)
+        choice = tool_choice_of(body, structure, serving.tool_call_parser, serving.engine.info.tokenizer)
+        if choice is not None:
+            structure = choice.structure
         prompt = await chat_prompt(
             serving,
             body.messages,
             add_generation_prompt=body.add_generation_prompt,
             template_variables=body.chat_template_kwargs,
+            tools=None if choice is None else choice.tools,
         )
         limit = body.max_completion_tokens or body.max_tokens or serving.room_after(len(prompt.token_ids))
-        params = sampling_params(body, max_tokens=limit, logprobs=num_top)
+        params = sampling_params(
+            body,
+            max_tokens=limit,
+            logprobs=num_top,
+            structured_outputs=structure and structure.params,
+            show_special_tokens=choice is not None and choice.show_special_tokens,
+        )
+        own = await grammars(serving, params, structure, num_answers, choice.functions if choice is not None else ())
         request_id = new_id("chatcmpl")
         submissions = [
-            Submission(f"{request_id}/{index}", prompt.token_ids, params.for_answer(index), body.priority)
-            for index in range(num_answers)
+            Submission(f"{request_id}/{index}", prompt.token_ids, params.for_answer(index), body.priority, grammar)
+            for index, grammar in enumerate(own)
         ]
         include_usage = body.stream_options is not None and body.stream_options.include_usage
         form = ChatForm(
@@ -50,6 +65,7 @@ def add(app: FastAPI, serving: Serving) -> None:
             num_top=num_top,
             include_usage=include_usage,
             spelling=Spelling(serving.engine.info.tokenizer),
+            choice=choice,
         )
         stream = await serving.engine.submit(submissions, arrived_at_s=arrived)
         if body.stream:

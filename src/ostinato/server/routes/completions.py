@@ -12,6 +12,7 @@ from ostinato.errors import ConfigError
 from ostinato.server.body import read_body
 from ostinato.server.completion_form import CompletionForm
 from ostinato.server.generation import EventStream, whole
+from ostinato.server.grammars import grammars
 from ostinato.server.logprobs import Spelling
 from ostinato.server.openapi import operation
 from ostinato.server.prompts import Prompt, text_prompts
@@ -19,6 +20,7 @@ from ostinato.server.responses import Completion
 from ostinato.server.sampling import sampling_params
 from ostinato.server.schema import CompletionRequest
 from ostinato.server.serving import Serving, new_id
+from ostinato.server.structure import structure_of
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's, for text completions."""
@@ -33,6 +35,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         serving.check_model(body.model)
         each = body.n or 1
         serving.engine.check_room(each)
+        structure = structure_of(body)
         prompts = await text_prompts(serving, body.prompt, add_special_tokens=body.add_special_tokens)
         tokenizer = serving.engine.info.tokenizer
         params = sampling_params(
@@ -41,11 +44,17 @@ def add(app: FastAPI, serving: Serving) -> None:
             logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
             detokenize=tokenizer is not None,
+            structured_outputs=structure and structure.params,
         )
+        own = iter(await grammars(serving, params, structure, len(prompts) * each))
         request_id = new_id("cmpl")
         submissions = [
             Submission(
-                f"{request_id}/{number * each + index}", prompt.token_ids, params.for_answer(index), body.priority
+                f"{request_id}/{number * each + index}",
+                prompt.token_ids,
+                params.for_answer(index),
+                body.priority,
+                next(own),
             )
             for number, prompt in enumerate(prompts)
             for index in range(each)

@@ -6,11 +6,13 @@ const PARTS = {
   weights: ["weights", "the model's parameters"],
   kv: ["KV pool", "keys and values of past tokens, in blocks"],
   graphs: ["graphs", "what the recordings keep: the space of their results, and what the driver needs"],
-  activations: ["activations", "what a step without a graph may take and gives back"],
+  buffers: ["buffers", "fixed tensors that requests and steps live in: all that a recording reads and writes"],
+  libraries: ["libraries", "code of kernels and workspaces, since the first step"],
+  before: ["before", "in use before the engine was made: the CUDA context, other processes"],
 };
 
 export function showMemory(memory) {
-  const known = Object.keys(PARTS).filter((part) => memory[part] !== null && memory[part] !== undefined);
+  const known = Object.keys(PARTS).filter((part) => memory[part]);
   const sum = known.reduce((all, part) => all + memory[part], 0);
   const whole = Math.max(memory.total ?? 0, sum) || 1;
   byId("memory-sum").textContent = memory.total ? `${bytes(sum)} of ${bytes(memory.total)}` : bytes(sum);

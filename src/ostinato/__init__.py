@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ConfigError,
         OstinatoError,
         StaleGraphError,
+        UnavailableError,
         WeightError,
     )
     from ostinato.request import CompletionOutput, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -33,6 +34,7 @@ __all__ = [
     "SamplingParams",
     "StaleGraphError",
     "StructuredOutputsParams",
+    "UnavailableError",
     "WeightError",
     "__version__",
 ]

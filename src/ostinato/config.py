@@ -14,6 +14,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+CAPTURES = ("eager", "lazy", "background")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -33,6 +34,8 @@ class EngineConfig:
     cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for
                              mixed ones.
     enforce_eager            no graphs and no compile.
+    capture                  "eager": all is recorded before the first request; "lazy": a few sizes are, and others once
+                             steps have asked for them; "background": a few are, the rest between steps.
     max_in_flight            steps launched before one is collected; None: 2 on CUDA, 1 on the CPU.
     compile                  torch.compile over the functions of a layer.
     check, poison            compare the first `check` replays of every key with an eager run, bit for bit, with
@@ -51,6 +54,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    capture: str = "eager"
     cudagraph_mode: str = "FULL_AND_PIECEWISE"
     cudagraph_capture_sizes: Sequence[int] | None = None
     max_in_flight: int | None = None
@@ -74,6 +78,7 @@ class EngineConfig:
             need(getattr(self, name) is None or (whole(name) and getattr(self, name) >= 1), name, "None or at least 1")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(self.load_format in LOAD_FORMATS, "load_format", f"one of {', '.join(LOAD_FORMATS)}")
+        need(self.capture in CAPTURES, "capture", f"one of {', '.join(CAPTURES)}")
         need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two")
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2: a prompt, an output")
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "above 0 and at most 1")

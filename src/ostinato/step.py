@@ -97,10 +97,17 @@ class TokenLogprobs:
     top_logprobs: tuple[float, ...]
 
 
+class PromptRows(NamedTuple):
+    """Log-probabilities of the prompt's tokens from number `first` on."""
+
+    first: int
+    rows: tuple[TokenLogprobs, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step produced, row by row in the plan's order; -1 where the row did not sample."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...] = ()
-    prompt_logprobs: dict[str, tuple[TokenLogprobs, ...]] | None = None
+    prompt_logprobs: dict[str, PromptRows] | None = None

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato import LLM, CapacityError
+from ostinato import LLM, CapacityError, UnavailableError
 from ostinato.runner.runner import InFlight
 from ostinato.step import StepPlan
 
@@ -79,11 +79,13 @@ def _counts(llm: LLM) -> dict[tuple[str, int], int]:
     return counts
 
 
-def budget_llm(small_model: ModelFactory, device: torch.device, utilization: float, **options: Any) -> LLM:
+def budget_llm(
+    small_model: ModelFactory, device: torch.device, utilization: float, *, dtype: str = "bfloat16", **options: Any
+) -> LLM:
     return LLM(
         str(small_model(num_hidden_layers=4).path),
         device=str(device),
-        dtype="bfloat16",
+        dtype=dtype,
         max_model_len=1024,
         max_num_seqs=64,
         max_num_batched_tokens=256,
@@ -143,3 +145,86 @@ def test_startup_parts_add_up(small_model: ModelFactory, device: torch.device) -
         with llm:
             parts = llm.stats().startup_s
         assert wall * 0.95 - 0.02 < sum(parts.values()) <= wall, (options, parts)
+
+
+@pytest.mark.parametrize("utilization", [0.5, 0.9, 0.97])
+def test_the_parts_of_the_memory_add_up(small_model: ModelFactory, device: torch.device, utilization: float) -> None:
+    """Each was sized or measured on its own, when it was made; together they are what the device says now."""
+    with budget_llm(small_model, device, utilization) as llm:
+        llm.generate(prompts_of((30, 200, 7), 512, seed=71), greedy(40))
+        for _ in range(2):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            memory = llm.stats().memory
+            assert memory.unaccounted is not None
+            assert abs(memory.unaccounted) < 64 << 20, memory
+            llm.reconfigure(max_num_seqs=32)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_the_memory_back(small_model: ModelFactory, device: torch.device, level: int) -> None:
+    """In the middle of requests; the graphs recorded before replay over the memory that came back."""
+    prompts, params = prompts_of((30, 200, 7), 512, seed=72), greedy(60)
+    with budget_llm(small_model, device, 0.5, dtype="float32", check=1_000_000) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        states = [llm.engine.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        for _ in range(20):
+            llm.engine.step()
+        awake, recordings = torch.cuda.mem_get_info(device)[0], llm.stats().recordings
+        held = llm.stats().memory
+        llm.sleep(level)
+        assert torch.cuda.mem_get_info(device)[0] - awake > held.kv + held.weights - (64 << 20)
+        llm.wake_up(["weights"])
+        with pytest.raises(UnavailableError, match="kv_cache"):
+            llm.engine.step()
+        llm.wake_up()
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        assert [state.request.output_token_ids for state in states] == expected
+        assert llm.stats().recordings == recordings
+
+
+def test_reconfigure_while_requests_run(small_model: ModelFactory, device: torch.device) -> None:
+    """Recordings that stay are right after others were dropped, and the pool ends up filling its budget again."""
+    prompts, params = prompts_of((30, 200, 7, 90), 512, seed=73), greedy(60)
+    with budget_llm(small_model, device, 0.5, dtype="float32", check=1_000_000) as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        states = [llm.engine.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        for options in (
+            {"cudagraph_capture_sizes": [1, 4, 64, 256]},
+            {"cudagraph_mode": "FULL"},
+            {"max_num_seqs": 8},
+            {"cudagraph_mode": "FULL_AND_PIECEWISE", "cudagraph_capture_sizes": None, "max_num_seqs": 64},
+        ):
+            for _ in range(8):
+                llm.engine.step()
+            llm.reconfigure(**options)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        assert [state.request.output_token_ids for state in states] == expected
+        free, total = torch.cuda.mem_get_info(device)
+        assert total - free <= total * 0.5
+        assert llm.stats().num_checked > 30
+
+
+def test_recording_in_the_background(small_model: ModelFactory, device: torch.device) -> None:
+    prompts, params = prompts_of((30, 200, 7), 512, seed=74), greedy(60)
+    with budget_llm(small_model, device, 0.5, dtype="float32") as llm:
+        expected = [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+        everything = llm.stats().num_recordings
+    with budget_llm(small_model, device, 0.5, dtype="float32", check=1_000_000, capture="background") as llm:
+        first = llm.stats()
+        assert 0 < first.num_recordings < everything
+        states = [llm.engine.add_request(f"r{i}", prompt, params) for i, prompt in enumerate(prompts)]
+        for _ in range(10):
+            llm.engine.step()
+        llm.engine.settle()
+        assert llm.engine.runner.record_next() is not None, "in the middle of requests"
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        while llm.engine.idle():
+            pass
+        assert [state.request.output_token_ids for state in states] == expected
+        assert llm.stats().num_recordings == everything
+        free, total = torch.cuda.mem_get_info(device)
+        assert total - free <= total * 0.5, "recordings that came later were not in the budget"

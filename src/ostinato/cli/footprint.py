@@ -53,7 +53,7 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
     dtype = resolve_dtype(config.dtype, model_config, torch.device(device_type))
     max_model_len = resolve_max_model_len(config, model_config)
     uniform, mixed = resolve_ladders(config)
-    weights = allocate(model_config, dtype, _META)
+    weights = allocate(model_config, lambda shape: torch.empty(shape, dtype=dtype, device=_META))
     if config.load_format != "dummy":
         infos: dict[str, tuple[tuple[int, ...], object]] = {
             name: (info.shape, info.dtype) for name, info in checkpoint.tensor_infos().items()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.config import DTYPES, LOAD_FORMATS, EngineConfig
+from ostinato.config import CAPTURES, DTYPES, LOAD_FORMATS, EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode
 from ostinato.request import SamplingParams, StructuredOutputsParams
@@ -77,6 +77,7 @@ ENGINE_OPTIONS = (
     Option("gpu_memory_utilization", float, "share of the device that the engine may take", "F"),
     Option("enable_prefix_caching", None, "reuse the KV of equal prompt beginnings"),
     Option("enforce_eager", None, "no graphs and no compile"),
+    Option("capture", str, f"when graphs are recorded: {', '.join(CAPTURES)}", "WHEN"),
     Option("cudagraph_mode", str, ", ".join(CUDAGraphMode.__members__), "MODE"),
     Option("cudagraph_capture_sizes", integers, "batch sizes to record instead of the default ladder", "1,2,4"),
     Option("max_in_flight", int, "steps launched before one is collected: 1 or 2"),

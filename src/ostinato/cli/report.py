@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from ostinato.engine.stats import EngineStats
+    from ostinato.engine.stats import EngineStats, MemoryStat
     from ostinato.graphs.dispatch import BatchKey, StepCount
 
 
@@ -57,6 +57,19 @@ def steps_table(steps: Sequence[StepCount]) -> Table:
     return table
 
 
+def describe_memory(memory: MemoryStat) -> str:
+    """`weights 2.30 GiB + KV 1.00 GiB + ...`, and on a GPU what the device says."""
+    names = ("before", "weights", "kv", "graphs", "buffers", "libraries")
+    parts = [(name, getattr(memory, name)) for name in names if getattr(memory, name)]
+    text = " + ".join(f"{name} {format_bytes(size)}" for name, size in parts)
+    if memory.free is None or memory.total is None or memory.unaccounted is None:
+        return text
+    return (
+        f"{text} + free {format_bytes(memory.free)} = {format_bytes(memory.total - memory.unaccounted)} of "
+        f"{format_bytes(memory.total)}"
+    )
+
+
 def print_stats(stats: EngineStats, console: Console) -> None:
     """Mode and backend, steps, KV blocks and start-up: everything `LLM.stats` has to say."""
     console.print(
@@ -72,6 +85,7 @@ def print_stats(stats: EngineStats, console: Console) -> None:
         f"{stats.cached_blocks} with content that can be reused; {hit} blocks ({stats.prefix_hit_tokens} tokens) hit "
         f"by prefix, {stats.preemptions} preemptions"
     )
+    console.print(f"memory: {describe_memory(stats.memory)}")
     parts = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in stats.startup_s.items())
     console.print(f"start-up: {parts}")
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from ostinato.config import EngineConfig
 from ostinato.engine.engine import Engine
+from ostinato.engine.stats import MemoryStat
 from ostinato.errors import ConfigError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.buckets import mixed_ladder, uniform_ladder, worst_padding
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.mode import CUDAGraphMode, RuntimeMode
+from ostinato.graphs.pending import Capture
 from ostinato.models.config import ModelConfig, parse_config
 from ostinato.models.decoder import Decoder
-from ostinato.models.weights import allocate, check_names, destinations, fill, fill_random
+from ostinato.models.weights import DecoderWeights, check_names, destinations, fill, fill_random
 from ostinato.runner import memory
 from ostinato.runner.checker import StepChecker
 from ostinato.runner.inputs import StepBuffers
@@ -38,23 +41,53 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class Built:
-    """An engine and what was decided on the way. `seconds` per start-up part."""
+    """An engine, what it is made of, and what was decided on the way. `seconds` per start-up part."""
 
     engine: Engine
     config: EngineConfig
     model_config: ModelConfig
+    weights: memory.WeightMemory
     pool: memory.KVPool
+    budget: memory.Budget | None  # None on the CPU, which is not the engine's alone
     dtype: torch.dtype
     device: torch.device
     max_model_len: int
     uniform_sizes: tuple[int, ...]
     mixed_sizes: tuple[int, ...]
-    device_bytes: int | None  # None on the CPU, which is not the engine's alone
+    measured: memory.Measured
     seconds: dict[str, float] = field(default_factory=dict)
+
+    def memory(self) -> MemoryStat:
+        runner, now = self.engine.runner, memory.device_memory(self.device, trim=False)
+        return MemoryStat(
+            before=self.measured.before_bytes,
+            weights=self.weights.mapped_bytes,
+            kv=self.pool.mapped_bytes,
+            graphs=runner.store.bytes,
+            buffers=runner.state.num_bytes() + runner.buffers.num_bytes(),
+            libraries=self.measured.library_bytes,
+            activations=self.measured.activation_bytes,
+            free=None if now is None else now.free,
+            total=None if now is None else now.total,
+        )
+
+    def close(self) -> None:
+        """Destroys the recordings as one set, then frees the memory. Nothing may be in flight."""
+        self.engine.runner.close()
+        self.pool.close()
+        self.weights.close()
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:
-    """Raises ConfigError, WeightError or CapacityError before anything is recorded."""
+    """Raises ConfigError, WeightError or CapacityError before anything is recorded; nothing is then left allocated."""
+    with ExitStack() as undo:
+        built = _build(config, progress, undo)
+        undo.pop_all()
+    _report(built)
+    return built
+
+
+def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> Built:
     clock = _Clock()
     device = resolve_device(config.device)
     if device.type == "cuda" and device.index is not None:
@@ -64,53 +97,39 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     dtype = resolve_dtype(config.dtype, model_config, device)
     max_model_len = resolve_max_model_len(config, model_config)
     uniform, mixed = resolve_ladders(config)
-    max_in_flight = config.max_in_flight or (2 if device.type == "cuda" else 1)
+    before = memory.device_memory(device, trim=True)
     clock.lap("config")
 
-    model = load_model(config, checkpoint, model_config, dtype, device, max_model_len)
+    weights = memory.WeightMemory(model_config, dtype, device)
+    undo.callback(weights.close)
+    load_weights(config, checkpoint, model_config, weights.weights)
+    model = Decoder(model_config, weights.weights, max_model_len=max_model_len, compile_layers=config.compiles)
     clock.lap("weights")
     tokenizer = checkpoint.tokenizer()
     clock.lap("tokenizer")
 
-    layout = ArenaLayout(
-        max_num_seqs=config.max_num_seqs,
-        max_model_len=max_model_len,
-        table_width=-(-max_model_len // config.block_size),
-        vocab_size=model_config.vocab_size,
-    )
-    state = RequestState(layout, model_config.vocab_size, device)
-    buffers = StepBuffers(
-        model_config,
-        max_rows=config.max_num_seqs,
-        max_tokens=config.max_num_batched_tokens,
-        ring_depth=max_in_flight + 1,
-        dtype=dtype,
-        device=device,
-    )
     pool = _make_pool(config, model_config, dtype, device, max_model_len)
-    runner = Runner(
-        model=model,
-        storage=pool.storage,
-        state=state,
-        buffers=buffers,
-        backend=make_backend(device),
-        dispatcher=Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs),
-        block_size=config.block_size,
-        max_in_flight=max_in_flight,
-    )
+    undo.callback(pool.close)
+    dispatcher = Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs)
+    runner = make_runner(config, model, pool, dispatcher, max_model_len)
+    undo.callback(runner.close)
     clock.lap("buffers")
-    transient = _warm_up(runner, device)
+    warm = warm_up(runner)
     clock.lap("warm-up")
-    runner.record(None if progress is None else lambda done, total: progress("recording", done, total))
-    clock.lap("recording")
-    if pool.range is not None:
-        memory.map_rest(
-            pool,
+    budget = None
+    if device.type == "cuda":
+        budget = memory.Budget(
+            device=device,
             utilization=config.gpu_memory_utilization,
-            transient_bytes=transient,
+            activation_bytes=warm.activation_bytes,
             num_blocks=config.num_gpu_blocks_override,
-            min_blocks=1 + layout.table_width,
+            min_blocks=1 + -(-max_model_len // config.block_size),
         )
+        budget.num_blocks_for(pool)  # what does not fit without graphs is refused before recording
+    runner.record(recording_progress(progress))
+    clock.lap("recording")
+    if budget is not None:
+        pool.resize(budget.num_blocks_for(pool, runner.pending_bytes()))
     clock.lap("kv")
 
     scheduler = Scheduler(
@@ -121,19 +140,9 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         max_model_len=max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    if config.check:
-        checker = StepChecker(
-            num_replays=config.check,
-            poison=config.poison,
-            state=state,
-            buffers=buffers,
-            storage=pool.storage,
-            block_size=config.block_size,
-            free_blocks=scheduler.kv.empty_blocks,
-        )
-        runner.enable_check(checker)
-        if config.poison:
-            pool.storage.fill_blocks(range(pool.num_blocks), float("nan"))
+    enable_check(config, runner, scheduler)
+    if config.check and config.poison:
+        pool.storage.fill_blocks(range(pool.num_blocks), float("nan"))
     vocab_size = model_config.vocab_size
     eos = _eos_token_ids(checkpoint, tokenizer.eos_token_ids if tokenizer else frozenset())
     engine = Engine(
@@ -143,25 +152,113 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         grammars=None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size, eos),
         eos_token_ids=eos,
         vocab_size=vocab_size,
-        max_in_flight=max_in_flight,
+        max_in_flight=num_in_flight(config, device),
         seed=config.seed,
     )
     clock.lap("scheduler")
-    built = Built(
+    return Built(
         engine=engine,
         config=config,
         model_config=model_config,
+        weights=weights,
         pool=pool,
+        budget=budget,
         dtype=dtype,
         device=device,
         max_model_len=max_model_len,
         uniform_sizes=uniform,
         mixed_sizes=mixed,
-        device_bytes=torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None,
+        measured=replace(warm, before_bytes=None if before is None else before.used),
         seconds=clock.seconds,
     )
-    _report(built)
-    return built
+
+
+# -- parts that a running engine makes again ---------------------------------------------------------------------------
+
+
+def make_runner(
+    config: EngineConfig, model: Decoder, pool: memory.KVPool, dispatcher: Dispatcher, max_model_len: int
+) -> Runner:
+    """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay."""
+    weights, model_config = model.weights.embed, model.config
+    in_flight = num_in_flight(config, weights.device)
+    layout = ArenaLayout(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        table_width=-(-max_model_len // config.block_size),
+        vocab_size=model_config.vocab_size,
+    )
+    return Runner(
+        model=model,
+        storage=pool.storage,
+        state=RequestState(layout, model_config.vocab_size, weights.device),
+        buffers=StepBuffers(
+            model_config,
+            max_rows=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            ring_depth=in_flight + 1,
+            dtype=weights.dtype,
+            device=weights.device,
+        ),
+        backend=make_backend(weights.device),
+        dispatcher=dispatcher,
+        block_size=config.block_size,
+        max_in_flight=in_flight,
+        capture=Capture(config.capture),
+    )
+
+
+def enable_check(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> None:
+    runner.history.table_of = lambda request_id: scheduler.kv.table(request_id)
+    if config.check:
+        runner.enable_check(
+            StepChecker(
+                num_replays=config.check,
+                poison=config.poison,
+                state=runner.state,
+                buffers=runner.buffers,
+                storage=runner.storage,
+                block_size=config.block_size,
+                free_blocks=scheduler.kv.empty_blocks,
+            )
+        )
+
+
+def warm_up(runner: Runner) -> memory.Measured:
+    """Runs the largest eager step once, over padding. The CPU has nothing to warm up."""
+    device = runner.state.arena.device
+    before = memory.device_memory(device, trim=True)
+    if before is None:
+        return memory.Measured()
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = torch.cuda.memory_allocated(device)
+    runner.warm_up()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - allocated
+    after = memory.device_memory(device, trim=True)
+    assert after is not None
+    return memory.Measured(None, library_bytes=after.used - before.used, activation_bytes=int(activations))
+
+
+def load_weights(
+    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, weights: DecoderWeights
+) -> None:
+    """Fills all parameters. Raises WeightError, before any is written, for a checkpoint that does not fit."""
+    if config.load_format == "dummy":
+        fill_random(weights, config.seed)
+        return
+    places = destinations(model_config, weights)
+    infos = checkpoint.tensor_infos()
+    check_names(model_config, places, {name: (info.shape, info.dtype) for name, info in infos.items()})
+    fill(places, checkpoint.tensors())
+
+
+def recording_progress(progress: Progress | None) -> Callable[[int, int], None] | None:
+    return None if progress is None else lambda done, total: progress("recording", done, total)
+
+
+def num_in_flight(config: EngineConfig, device: torch.device) -> int:
+    return config.max_in_flight or (2 if device.type == "cuda" else 1)
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -223,45 +320,22 @@ def make_backend(device: torch.device) -> GraphBackend:
     return TapeBackend()
 
 
-def load_model(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    model_config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    max_model_len: int,
-) -> Decoder:
-    weights = allocate(model_config, dtype, device)
-    if config.load_format == "dummy":
-        fill_random(weights, config.seed)
-    else:
-        places = destinations(model_config, weights)
-        infos = checkpoint.tensor_infos()
-        check_names(model_config, places, {name: (info.shape, info.dtype) for name, info in infos.items()})
-        fill(places, checkpoint.tensors())
-    return Decoder(model_config, weights, max_model_len=max_model_len, compile_layers=config.compiles)
-
-
 def _make_pool(
     config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
 ) -> memory.KVPool:
+    """On CUDA, addresses for all that the device could hold and memory behind the scratch block alone; on the CPU all
+    of it, which the system commits as it is used."""
+    most = config.num_gpu_blocks_override
     if device.type == "cuda":
-        return memory.reserved_pool(model_config, config.block_size, dtype, device, config.num_gpu_blocks_override)
-    num_blocks = config.num_gpu_blocks_override or memory.cpu_num_blocks(
+        size = memory.block_bytes(model_config, config.block_size, dtype)
+        most = most or torch.cuda.mem_get_info(device)[1] // size
+        return memory.KVPool(model_config, config.block_size, dtype, device, most=most)
+    most = most or memory.cpu_num_blocks(
         model_config, config.block_size, dtype, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
     )
-    return memory.cpu_pool(model_config, config.block_size, dtype, num_blocks)
-
-
-def _warm_up(runner: Runner, device: torch.device) -> int:
-    """Bytes that the largest eager step takes for a moment. The CPU has nothing to warm up."""
-    if device.type == "cpu":
-        return 0
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    runner.warm_up()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device) - before)
+    pool = memory.KVPool(model_config, config.block_size, dtype, device, most=most)
+    pool.resize(most)
+    return pool
 
 
 def _eos_token_ids(checkpoint: Checkpoint, from_tokenizer: frozenset[int]) -> frozenset[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections import deque
 
 from ostinato.engine.output import Delta, OutputState
-from ostinato.errors import CapacityError, ConfigError
+from ostinato.errors import CapacityError, ConfigError, UnavailableError
 from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams, TokenGrammar
 from ostinato.runner.runner import InFlight, Runner
 from ostinato.sampling.grammar import GrammarCompiler
@@ -13,6 +15,11 @@ from ostinato.scheduler import Scheduler
 from ostinato.scheduler.scheduler import TokenEvent
 from ostinato.step import StepPlan
 from ostinato.tokenizer.tokenizer import Tokenizer
+
+logger = logging.getLogger("ostinato")
+
+RECORDING_SHARE = 0.05
+"""Of the time while requests run, what may go into recording keys that were put off."""
 
 
 class Engine:
@@ -36,10 +43,18 @@ class Engine:
         self._in_flight: deque[InFlight] = deque()
         self._outputs: dict[str, OutputState] = {}
         self._num_requests = 0
+        self._settled: list[Delta] = []  # of steps that `settle` collected, for the next `step` to return
+        self._missing: dict[str, str] = {}  # what a step would need and is not there: why
+        self._record_again_at = 0.0
 
     @property
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or bool(self._in_flight) or bool(self._settled)
+
+    @property
+    def can_step(self) -> bool:
+        """Whether `step` has something to do, and all that it needs."""
+        return self.has_unfinished and (not self._missing or bool(self._settled))
 
     def compile_grammar(self, params: SamplingParams) -> TokenGrammar | None:
         """What `add_request` does for `structured_outputs` where no grammar is given: up to a second of work, which any
@@ -62,6 +77,7 @@ class Engine:
         """Queues a request. Raises ConfigError or CapacityError, with the numbers, for one that can never be served."""
         if request_id in self._outputs:
             raise ConfigError(f"request id {request_id!r} is already running")
+        self._require_all()
         self._check_prompt(prompt_token_ids)
         self._check_params(params)
         eos = frozenset() if params.ignore_eos else self.eos_token_ids
@@ -88,7 +104,16 @@ class Engine:
             self.scheduler.abort(request_id)
 
     def step(self) -> list[Delta]:
-        """Launches what may be launched, then collects the oldest step. Empty when that step gave nobody a token."""
+        """Launches what may be launched, then collects the oldest step. Empty when that step gave nobody a token.
+
+        Raises UnavailableError while the engine sleeps.
+        """
+        if self._settled:
+            return self._take_settled()
+        if self.scheduler.has_unfinished:
+            self._require_all()
+        if self.runner.num_pending:
+            self._record_under_load()
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.plan()
             if plan is None:
@@ -99,7 +124,72 @@ class Engine:
                 raise CapacityError(
                     "requests wait, nothing runs and nothing can be planned: a defect, please report it"
                 )
-            return []
+            return self._take_settled()
+        return [*self._take_settled(), *self._collect()]
+
+    def settle(self) -> None:
+        """Collects every launched step, so that nothing is in flight. The next `step` returns what they gave."""
+        while self._in_flight:
+            self._settled += self._collect()
+
+    def idle(self) -> bool:
+        """For a caller that has nothing to step: does a piece of work that was put off, and says whether it did."""
+        if self._missing or self.has_unfinished or not self.runner.num_pending:
+            return False
+        return self._record_next()
+
+    def replace_runner(self, runner: Runner) -> None:
+        """Goes on with another one, over a state that knows no request (`Scheduler.resize_rows`). Settle first."""
+        assert not self._in_flight, "steps are in flight on the runner that is to be replaced"
+        self.runner = runner
+
+    # -- what is there -----------------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names of what is not there; nothing runs until all is."""
+        return tuple(self._missing)
+
+    def set_missing(self, name: str, why: str) -> None:
+        """No step may run without it. `why`, in an error, says what to do. Settle first."""
+        self._missing[name] = why
+
+    def set_there(self, name: str) -> None:
+        self._missing.pop(name, None)
+
+    def _require_all(self) -> None:
+        if self._missing:
+            raise UnavailableError("; ".join(f"no {name}: {why}" for name, why in self._missing.items()))
+
+    # -- recording between steps -------------------------------------------------------------------------------------
+
+    def _record_under_load(self) -> None:
+        """Where requests run, only if none waits, and for a small share of the time."""
+        now = time.perf_counter()
+        if self.scheduler.num_waiting == 0 and now >= self._record_again_at and self.runner.has_due:
+            self.settle()
+            self._record_next()
+            done = time.perf_counter()
+            self._record_again_at = done + (done - now) * (1 / RECORDING_SHARE - 1)
+
+    def _record_next(self) -> bool:
+        done = self.runner.record_next()
+        if done is None:
+            return False
+        if done.error is None:
+            left, milliseconds = self.runner.num_pending, done.seconds * 1e3
+            logger.info("recorded %s %s in %.0f ms, %d to come", done.mode, done.key, milliseconds, left)
+        else:
+            logger.warning("%s %s cannot be recorded and will run without a graph: %s", done.mode, done.key, done.error)
+        return True
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _take_settled(self) -> list[Delta]:
+        deltas, self._settled = self._settled, []
+        return deltas
+
+    def _collect(self) -> list[Delta]:
         oldest = self._in_flight.popleft()
         result = self.runner.collect(oldest)
         for request_id, rows in (result.prompt_logprobs or {}).items():
@@ -116,12 +206,6 @@ class Engine:
                 self._outputs.pop(request.request_id, None)
             self.runner.recover()
             raise
-
-    def drain(self) -> None:
-        """Collects every launched step and drops its tokens; used when closing."""
-        while self._in_flight:
-            oldest = self._in_flight.popleft()
-            self.scheduler.update(oldest.plan, self.runner.collect(oldest))
 
     def _delta(self, event: TokenEvent) -> Delta | None:
         request = event.request

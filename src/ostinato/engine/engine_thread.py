@@ -81,10 +81,10 @@ class EngineThread:
     def _serve(self, llm: LLM) -> None:
         engine = llm.engine
         while True:
-            self._run_commands(llm, wait=not engine.has_unfinished)
+            self._run_commands(llm, wait=not engine.can_step and not engine.idle())
             if self._stopping:
                 return
-            if engine.has_unfinished:
+            if engine.can_step:
                 deltas = engine.step()
                 if deltas:
                     self._on_stepped(deltas, time.perf_counter())

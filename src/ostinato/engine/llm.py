@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ostinato.config import EngineConfig
+from ostinato.engine import control
 from ostinato.engine.build import Built, Progress, build
 from ostinato.engine.engine import Engine
 from ostinato.engine.output import Delta, OutputState
-from ostinato.engine.stats import EngineStats, MemoryStat, RecordingStat
+from ostinato.engine.stats import EngineStats, recording_stats
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.request import RequestOutput, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or `{"prompt_token_ids": [...]}` / `{"prompt": "..."}`."""
@@ -102,6 +106,7 @@ class LLM:
         return EngineStats(
             steps=runner.counters.snapshot(),
             num_recordings=runner.store.num_recordings,
+            num_pending=runner.num_pending,
             recording_bytes=runner.store.bytes,
             capture_s=runner.store.seconds,
             num_blocks=built.pool.num_blocks,
@@ -118,29 +123,42 @@ class LLM:
             block_size=built.config.block_size,
             max_model_len=built.max_model_len,
             max_num_seqs=built.config.max_num_seqs,
-            memory=MemoryStat(
-                weights=runner.model.weights.num_bytes(),
-                kv=built.pool.num_blocks * built.pool.storage.block_bytes,
-                graphs=runner.store.bytes,
-                activations=runner.buffers.num_bytes() + runner.state.num_bytes(),
-                total=built.device_bytes,
-            ),
+            memory=built.memory(),
             num_checked=runner.num_checked,
-            recordings=tuple(
-                RecordingStat(
-                    mode=line.mode.value,
-                    num_tokens=line.key.num_tokens,
-                    num_rows=line.key.num_rows,
-                    query_len=line.key.query_len,
-                    num_graphs=line.num_graphs,
-                    num_nodes=line.num_nodes,
-                    seconds=line.capture_s,
-                    num_bytes=line.bytes,
-                )
-                for line in runner.store.table()
-            ),
+            recordings=recording_stats(runner.store.table()),
             startup_s=dict(built.seconds),
+            asleep=built.engine.missing,
         )
+
+    # -- between steps -----------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the memory of weights and KV cache back; open requests wait. Level 1 keeps the weights in host memory,
+        level 2 reads them from the checkpoint again. Recordings stay as they are."""
+        control.sleep(self._require(), level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Takes "weights", "kv_cache" or both (None) back. Nothing runs until both are there."""
+        control.wake_up(self._require(), tags)
+
+    def is_sleeping(self) -> bool:
+        """Whether anything that a step needs is missing."""
+        return bool(self._engine.missing)
+
+    def update_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Overwrites parameters in place, by their names in the checkpoint; returns how many. No graph is recorded
+        again. Open requests are computed again with the new weights. See `control.update_weights` for errors."""
+        return control.update_weights(self._require(), tensors)
+
+    def reload_weights(self) -> None:
+        """All parameters from the checkpoint again."""
+        control.reload_weights(self._require())
+
+    def reconfigure(self, *, on_progress: Progress | None = None, **options: Any) -> control.Reconfiguration:
+        """Records again what these options change, and only that: `cudagraph_mode`, `cudagraph_capture_sizes`,
+        `max_num_seqs`, `max_num_batched_tokens`. Open requests go on. Says what it did and what it cost; on any error
+        everything is as it was before."""
+        return control.reconfigure(self._require(), options, on_progress)
 
     @property
     def tokenizer(self) -> Any:
@@ -156,9 +174,8 @@ class LLM:
         """Ends every request, destroys the recordings as one set, then frees the memory. Safe to call twice."""
         built, self._built = self._built, None
         if built is not None:
-            built.engine.drain()
-            built.engine.runner.close()
-            built.pool.close()
+            built.engine.settle()
+            built.close()
 
     def __enter__(self) -> Self:
         return self

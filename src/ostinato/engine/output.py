@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ostinato.request import CompletionOutput, Logprob, Request
-from ostinato.step import TokenLogprobs
+from ostinato.step import PromptRows, TokenLogprobs
 from ostinato.tokenizer.detokenizer import IncrementalDetokenizer, StopChecker
 from ostinato.tokenizer.tokenizer import Tokenizer
 
@@ -60,9 +60,11 @@ class OutputState:
             return "", None
         return self._emit(self._detokenizer.append(token_id))
 
-    def add_prompt_logprobs(self, rows: tuple[TokenLogprobs, ...]) -> None:
+    def add_prompt_logprobs(self, part: PromptRows) -> None:
+        """A preempted request computes its prompt again: what is known already stays."""
         if self.prompt_logprobs is not None:
-            self.prompt_logprobs.extend(self._table(row) for row in rows)
+            known = len(self.prompt_logprobs) - part.first
+            self.prompt_logprobs.extend(self._table(row) for row in part.rows[known:])
 
     def finish(self) -> str:
         """Text still held back: an unfinished character, or what might have become a stop string."""

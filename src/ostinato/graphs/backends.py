@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ostinato.graphs.nodes import GraphNode
 from ostinato.graphs.statics import Statics
 
 __all__ = ["Graph", "GraphBackend"]
@@ -24,6 +25,9 @@ class Graph(Protocol):
 
         Raises StaleGraphError where the backend can tell that the memory moved.
         """
+
+    def nodes(self) -> tuple[GraphNode, ...]:
+        """What was recorded, `num_nodes` of them, in an order in which they may run. For people: takes its time."""
 
 
 class GraphBackend(Protocol):

@@ -40,13 +40,15 @@ def record_all(
     warm: Step | None = None,
     warm_up: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
+    collect_garbage: bool = True,
 ) -> CaptureSummary:
     """Records every key, PIECEWISE before FULL and the largest first, and seals the store.
 
     The largest comes first because later recordings then fit into the memory it retains. Each key is run once eagerly
     before any is recorded if `warm_up` says so (None: if the backend needs it): with `warm` where it is given, which
     has to launch every kernel that `step` does, if not as often. `prepare(mode, key)` is called before each run, and
-    `progress(done, total)` after each recording. Raises CaptureError as `GraphStore.require_open` and
+    `progress(done, total)` after each recording. `collect_garbage` frees what it can first, which takes a process of
+    this size some tenths of a second. Raises CaptureError as `GraphStore.require_open` and
     `Recorder.record` do; what was recorded before stays, and the store stays open.
     """
     for mode, key in keys:
@@ -62,7 +64,7 @@ def record_all(
                 (warm or step)(mode, key, no_cut)
     backend.synchronize()
     warmed, retained = time.perf_counter(), 0
-    with _collector_off():
+    with _collector_off(collect_garbage):
         for done, (mode, key) in enumerate(ordered, start=1):
             retained += record_one(store, recorder, mode, key, step=step, cuts=cuts, prepare=prepare).bytes
             if progress is not None:
@@ -91,9 +93,10 @@ def record_one(
 
 
 @contextmanager
-def _collector_off() -> Iterator[None]:
-    """Collects once, then keeps the collector from running: what it frees could be memory that a recording is using."""
-    gc.collect()
+def _collector_off(collect_first: bool) -> Iterator[None]:
+    """Keeps the collector from running: what it frees could be memory that a recording is using."""
+    if collect_first:
+        gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
     try:

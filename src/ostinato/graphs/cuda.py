@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any
 
 import torch
 
 from ostinato.errors import CaptureError
+from ostinato.graphs.cuda_nodes import count_nodes, cuda_nodes, load_bindings
+from ostinato.graphs.nodes import GraphNode
 from ostinato.graphs.statics import Statics
 
 __all__ = ["CudaBackend", "CudaGraph"]
@@ -23,6 +24,11 @@ class CudaGraph:
         self.raw = graph
         # Launches it and does not wait. The bound method itself: a step is short enough to save a Python frame.
         self.replay: Callable[[], None] = graph.replay if num_nodes else _nothing
+
+    def nodes(self) -> tuple[GraphNode, ...]:
+        """What was captured. Asks the driver about every node, so a thousand of them take a moment."""
+        demangle = getattr(torch._C, "_demangle", None)
+        return cuda_nodes(self.raw.raw_cuda_graph(), load_bindings(), demangle)
 
 
 class CudaBackend:
@@ -49,7 +55,7 @@ class CudaBackend:
     def begin(self, statics: Statics) -> None:
         if self._graph is not None:
             raise CaptureError("a graph is being recorded already: end() or abort() it first")
-        graph = torch.cuda.CUDAGraph(keep_graph=True)  # kept until its nodes are counted
+        graph = torch.cuda.CUDAGraph(keep_graph=True)  # kept, so that its nodes can be counted and shown
         self._context.enter_context(torch.cuda.device(self.device))
         self._context.enter_context(torch.cuda.stream(self._stream))
         try:
@@ -66,7 +72,7 @@ class CudaBackend:
         _end(graph)  # where this raises, abort() cleans up
         self._graph = None
         self._context.close()
-        num_nodes = _count_nodes(graph)
+        num_nodes = count_nodes(graph.raw_cuda_graph(), load_bindings())
         if num_nodes:
             graph.instantiate()
         return CudaGraph(graph, num_nodes)
@@ -119,13 +125,3 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 
 def _nothing() -> None:
     """The replay of a graph without nodes."""
-
-
-def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    from cuda.bindings import runtime
-
-    raw: Any = runtime.cudaGraph_t(init_value=graph.raw_cuda_graph())
-    status, _, count = runtime.cudaGraphGetNodes(raw)
-    if int(status) != 0:
-        raise CaptureError(f"the nodes of a captured graph cannot be counted: {status}")
-    return int(count)

@@ -30,6 +30,13 @@ class BatchKey:
     num_rows: int
     query_len: int | None
 
+    @property
+    def name(self) -> str:
+        """`decode:8` for 8 rows of one token, `decode:8x4` for 8 rows of four, `mixed:512` for 512 tokens."""
+        if self.query_len is None:
+            return f"mixed:{self.num_tokens}"
+        return f"decode:{self.num_rows}" + (f"x{self.query_len}" if self.query_len != 1 else "")
+
     def __lt__(self, other: BatchKey) -> bool:
         return self._order < other._order
 

@@ -6,13 +6,38 @@ that a tensor that was replaced or moved is noticed, by name, instead of being r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from ostinato.errors import StaleGraphError
 
-__all__ = ["Statics", "stale"]
+__all__ = ["StaticIndex", "Statics", "stale"]
+
+
+class StaticIndex:
+    """Which tensor an address belongs to. Several may share a storage; of those that overlap, one is named."""
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        spans = sorted((t.data_ptr(), t.data_ptr() + _extent(t), name) for name, t in tensors if t.numel())
+        self._begins = [begin for begin, _, _ in spans]
+        self._spans = spans
+
+    def find(self, tensor: torch.Tensor) -> str | None:
+        """The name of the tensor in whose memory this one begins."""
+        address = tensor.data_ptr()
+        place = bisect_right(self._begins, address) - 1
+        if place < 0:
+            return None
+        _, end, name = self._spans[place]
+        return name if address < end else None
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from its first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 class Statics:
@@ -36,17 +61,13 @@ class Statics:
     def current(self, name: str) -> torch.Tensor:
         return self._getters[name]()
 
-    def index(self) -> dict[int, str]:
-        """The name of every storage, by its address. Of tensors that share a storage, the first registered."""
-        names: dict[int, str] = {}
-        for name, getter in self._getters.items():
-            names.setdefault(getter().untyped_storage().data_ptr(), name)
-        names.pop(0, None)  # empty tensors have no address
-        return names
+    def index(self) -> StaticIndex:
+        """Of the memory that all of them take now."""
+        return StaticIndex((name, getter()) for name, getter in self._getters.items())
 
     def find(self, tensor: torch.Tensor) -> str | None:
-        """The name under which the storage of `tensor` is registered, if it is."""
-        return self.index().get(tensor.untyped_storage().data_ptr())
+        """The name of the registered tensor in whose memory `tensor` begins, if it does in one."""
+        return self.index().find(tensor)
 
     def addresses(self) -> dict[str, int]:
         """Where every tensor is now."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -72,6 +72,12 @@ class GraphStore:
             yield
         finally:
             self._sealed = was_sealed
+
+    def drop(self, indices: Iterable[tuple[RuntimeMode, BatchKey]]) -> int:
+        """Drops these, as far as they are recorded; returns how many were. None may be running."""
+        found = [index for index in indices if self._recordings.pop(index, None) is not None]
+        self._verified.difference_update(found)
+        return len(found)
 
     def clear(self) -> None:
         """Drops all recordings at once and opens the store. None may be running."""

@@ -22,8 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.errors import CaptureError
 from ostinato.graphs.bits import poison_
+from ostinato.graphs.nodes import GraphNode
 from ostinato.graphs.source import calling_line
 from ostinato.graphs.statics import Statics, stale
+from ostinato.graphs.tape_nodes import tape_nodes
 from ostinato.graphs.tape_program import Program
 from ostinato.graphs.tape_rules import HostReads, refuse_unrepeatable
 from ostinato.graphs.tape_shapes import Shapes
@@ -50,6 +52,12 @@ class TapeGraph:
         self._trace: Trace | None = trace
         self._program: Program | None = None
         self._retained = dict(trace.memories)
+        # what `nodes` needs, which is no memory of a tensor: the trace itself goes at the first replay
+        self._listing = (trace.nodes, trace.geometries)
+
+    def nodes(self) -> tuple[GraphNode, ...]:
+        """The recorded operators, without views and allocations, which do no work."""
+        return tape_nodes(*self._listing)
 
     def settle(self) -> None:
         """Gives up outputs that nobody refers to any more, as memory of a pool that is free for the next graph."""
@@ -196,9 +204,9 @@ class _TapeMode(TorchDispatchMode):
     def _admit(self, tensor: torch.Tensor) -> None:
         """Lets a tensor from before the recording into the graph, if its memory is known to stay."""
         storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or self._owns(storage):
+        if tensor.numel() == 0 or self._owns(storage):
             return
-        name = self._names.get(storage.data_ptr())
+        name = self._names.find(tensor)
         if name is None:
             raise CaptureError(
                 f"{calling_line()}: a new static input inside a recording: a {tensor.dtype} tensor of shape "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
@@ -26,7 +26,7 @@ from ostinato.graphs.nest import leaves, map_leaves
 from ostinato.graphs.tape_rules import refused
 from ostinato.graphs.tape_shapes import Shapes
 
-__all__ = ["Kind", "Memory", "Node", "Register", "Trace", "typed"]
+__all__ = ["Geometry", "Kind", "Memory", "Node", "Register", "Trace", "typed"]
 
 _ALLOCATIONS = frozenset(
     {
@@ -46,6 +46,16 @@ class Kind(enum.Enum):
     ALLOCATION = enum.auto()
     FUNCTIONAL = enum.auto()
     MUTATION = enum.auto()
+
+
+class Geometry(NamedTuple):
+    """Which part of which storage a tensor is; offset and strides in elements."""
+
+    storage: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +107,12 @@ class Trace:
         self.memories: dict[int, Memory] = {}
         self.constants: list[torch.Tensor | None] = []  # by register: the tensor, if it is from before the recording
         self.homes: list[int] = []  # by register: the memory that it is in, or -1
+        self.geometries: list[Geometry] = []  # by register
         self._bases: list[int] = []  # by memory: the register that covers it
         self._device = device
         self._shapes = shapes
         self._admit = admit
-        self._registers: dict[tuple[object, ...], int] = {}
+        self._registers: dict[Geometry, int] = {}
         self._memory_of: dict[int, int] = {}
 
     def record(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -226,7 +237,9 @@ class Trace:
         index = len(self.homes)
         self.homes.append(home)
         self.constants.append(constant)
-        self._registers[_geometry(tensor)] = index
+        geometry = _geometry(tensor)
+        self.geometries.append(geometry)
+        self._registers[geometry] = index
         return index
 
     def _new_memory(self, tensor: torch.Tensor) -> int:
@@ -244,11 +257,11 @@ def _unknown_shape(func: OpOverload) -> CaptureError:
     return refused(f"{func} has no meta implementation, so the shape of its result is unknown", "register one for it")
 
 
-def _geometry(tensor: torch.Tensor) -> tuple[object, ...]:
-    return (
+def _geometry(tensor: torch.Tensor) -> Geometry:
+    return Geometry(
         tensor.untyped_storage()._cdata,
         tensor.dtype,
-        tensor.storage_offset(),
+        int(tensor.storage_offset()),
         tuple(tensor.shape),
         tensor.stride(),
     )

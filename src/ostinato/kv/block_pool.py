@@ -133,6 +133,27 @@ class BlockPool:
         self._by_hash.clear()
         self._hashes = [None] * self._num_blocks
 
+    def resize(self, num_blocks: int) -> None:
+        """Another number of blocks, the scratch block counted. Content in those that go is forgotten.
+
+        Raises ConfigError below two, OstinatoError when one that would go is held; nothing has changed then.
+        """
+        if num_blocks < 2:
+            raise ConfigError(f"num_blocks={num_blocks}: must be at least 2, the scratch block and one to hand out")
+        held = [block_id for block_id in range(num_blocks, self._num_blocks) if self._refs[block_id]]
+        if held:
+            raise OstinatoError(f"KV blocks {held[:8]} are in use: the pool cannot shrink to {num_blocks} blocks")
+        for digest in self._hashes[num_blocks:]:
+            if digest is not None:
+                del self._by_hash[digest]
+        for block_id in [block_id for block_id in self._evictable if block_id >= num_blocks]:
+            del self._evictable[block_id]
+        more = range(self._num_blocks, num_blocks)
+        self._blank = [*reversed(more), *(block_id for block_id in self._blank if block_id < num_blocks)]
+        self._refs = [*self._refs[:num_blocks], *(0 for _ in more)]
+        self._hashes = [*self._hashes[:num_blocks], *(None for _ in more)]
+        self._num_blocks = num_blocks
+
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise OstinatoError unless every block is free or held, never both, and findable blocks agree both ways.
 

@@ -167,6 +167,15 @@ class KVManager:
         for table in self._tables.values():
             table.cacheable = False
 
+    def reaches(self, request: Request, num_blocks: int) -> bool:
+        """Whether the request holds a block that a pool of `num_blocks` does not have."""
+        return max(self.table(request.request_id), default=0) >= num_blocks
+
+    def resize(self, num_blocks: int) -> None:
+        """Another number of blocks, of which those that go are held by nobody (`BlockPool.resize`)."""
+        self._pool.resize(num_blocks)
+        self.num_blocks = num_blocks
+
     def check_integrity(self, detached: Iterable[Sequence[int]] = ()) -> None:
         """Raise OstinatoError unless every block reference belongs to a live table or to one in `detached`."""
         self._pool.check_integrity([*(table.block_ids for table in self._tables.values()), *detached])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -51,12 +51,12 @@ class DecoderWeights:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.named())
 
 
-def allocate(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> DecoderWeights:
-    """Uninitialised parameters of the right shapes."""
+def allocate(config: ModelConfig, empty: Callable[[Sequence[int]], torch.Tensor]) -> DecoderWeights:
+    """Parameters of the right shapes, each made by `empty(shape)`, always in the same order."""
     h, i, d = config.hidden_size, config.intermediate_size, config.head_dim
 
     def new(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
+        return empty(shape)
 
     def layer() -> LayerWeights:
         return LayerWeights(
@@ -114,7 +114,7 @@ def check_names(
 ) -> None:
     """Raises one WeightError that lists every missing, unexpected and misshapen tensor, before any is read."""
     missing = [name for name in places if name not in infos]
-    unexpected = [name for name in infos if name not in places and not _ignorable(name, config)]
+    unexpected = [name for name in infos if name not in places and not is_ignorable(name, config)]
     misshapen = [
         f"{name}: {list(infos[name][0])} in the checkpoint, {list(place.shape)} by the config"
         for name, place in places.items()
@@ -129,7 +129,7 @@ def check_names(
         raise WeightError("the checkpoint does not fit the model:\n  " + "\n  ".join(parts))
 
 
-def _ignorable(name: str, config: ModelConfig) -> bool:
+def is_ignorable(name: str, config: ModelConfig) -> bool:
     """Buffers that old checkpoints store, and the copy of a tied head."""
     return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
 

@@ -15,6 +15,7 @@ from ostinato.errors import StaleGraphError
 from ostinato.graphs.check import Twin
 from ostinato.graphs.dispatch import Decision
 from ostinato.kv.storage import KVStorage
+from ostinato.runner.host_tables import HostTables
 from ostinato.runner.inputs import StepBuffers
 from ostinato.runner.state import RequestState
 from ostinato.step import StepPlan
@@ -42,7 +43,7 @@ class StepChecker:
         self._block_size, self._free_blocks = block_size, free_blocks
         self._done: Counter[object] = Counter()
         self._plan: StepPlan | None = None
-        self._tables: dict[int, list[int]] = {}
+        self._tables = HostTables()
         self._known: dict[int, list[int]] = {}
         self._twin = Twin(
             snapshot=self._snapshot, restore=self._restore, observe=self._observe, describe=self._describe
@@ -51,15 +52,16 @@ class StepChecker:
 
     def follow(self, plan: StepPlan) -> None:
         """Keeps the host's copy of every row's table and prompt; sees each plan in the order of launches."""
+        self._tables.follow(plan)
         for admission in plan.admissions:
-            self._tables[admission.slot] = list(admission.block_ids)
             self._known[admission.slot] = list(admission.token_ids)
-        for append in plan.appends:
-            del self._tables[append.slot][append.column :]
-            self._tables[append.slot].extend(append.block_ids)
 
     def wants(self, decision: Decision) -> bool:
         return self._done[decision.mode, decision.key] < self._num_replays
+
+    def check_all_again(self) -> None:
+        """The recordings have changed: the first replays of every key are the next ones."""
+        self._done.clear()
 
     def run(self, decision: Decision, plan: StepPlan, replay: Callable[[], None], eager: Callable[[], None]) -> None:
         """Raises StaleGraphError that names request, row, field and both values where the two disagree."""
@@ -77,7 +79,7 @@ class StepChecker:
         for index, row in enumerate(plan.rows):
             expected = {
                 "num_computed": [row.start],
-                "block_table": self._tables[row.slot],
+                "block_table": self._tables.rows[row.slot],
                 "tokens": self._known[row.slot],
             }
             for name, values in expected.items():

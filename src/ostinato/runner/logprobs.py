@@ -12,7 +12,7 @@ import torch
 
 from ostinato.models.decoder import Decoder
 from ostinato.runner.inputs import StepBuffers
-from ostinato.step import TokenLogprobs
+from ostinato.step import PromptRows, TokenLogprobs
 
 _CHUNK_ROWS = 64  # prompt positions whose [V] float32 logits exist at once
 
@@ -49,25 +49,30 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """Log-probabilities of a piece of a prompt, one entry per predicted token; device tensors until read."""
+    """Log-probabilities of the prompt's tokens from number `first` on; device tensors until read."""
 
+    first: int
     target_ids: tuple[int, ...]
     chosen: torch.Tensor  # [n] float32
     ranks: torch.Tensor  # [n] int64
     top_values: torch.Tensor  # [n, K] float32
     top_ids: torch.Tensor  # [n, K] int64
 
-    def rows(self) -> tuple[TokenLogprobs, ...]:
+    def rows(self) -> PromptRows:
         chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
         values, ids = self.top_values.tolist(), self.top_ids.tolist()
-        return tuple(
+        rows = tuple(
             TokenLogprobs(token, chosen[i], ranks[i], tuple(ids[i]), tuple(values[i]))
             for i, token in enumerate(self.target_ids)
         )
+        return PromptRows(self.first, rows)
 
 
-def prompt_logprobs(model: Decoder, stream: torch.Tensor, target_ids: Sequence[int], num_top: int) -> PromptLogprobs:
-    """`stream` [n, hidden] are the final states, before the norm, that predict `target_ids`. Eager, behind the step."""
+def prompt_logprobs(
+    model: Decoder, stream: torch.Tensor, first: int, target_ids: Sequence[int], num_top: int
+) -> PromptLogprobs:
+    """`stream` [n, hidden] are the final states, before the norm, that predict `target_ids`, the prompt's tokens from
+    number `first` on. Eager, behind the step."""
     pieces: list[tuple[torch.Tensor, ...]] = []
     targets = torch.tensor(target_ids, dtype=torch.int64, device=stream.device)
     for begin in range(0, len(target_ids), _CHUNK_ROWS):
@@ -79,4 +84,4 @@ def prompt_logprobs(model: Decoder, stream: torch.Tensor, target_ids: Sequence[i
         top = table.topk(num_top, dim=-1)
         pieces.append((chosen[:, 0], ranks, top.values, top.indices))
     joined = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-    return PromptLogprobs(tuple(target_ids), *joined)
+    return PromptLogprobs(first, tuple(target_ids), *joined)

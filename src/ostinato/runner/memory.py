@@ -1,22 +1,143 @@
-"""One memory budget: weights, buffers, graphs and activations are measured, and the KV pool takes what is left."""
+"""One memory budget: weights, buffers, graphs and activations are measured, and the KV pool takes what is left.
+
+Weights and the KV pool lie in address ranges of their own, so that both can be given back and had again while the
+recordings, which hold their addresses, stay.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from ostinato.errors import CapacityError
 from ostinato.kv.storage import KVStorage
-from ostinato.kv.virtual_memory import DeviceRange
 from ostinato.models.config import ModelConfig
+from ostinato.models.weights import DecoderWeights, allocate
+from ostinato.runner.address_range import AddressRange, reserve
 
 CPU_KV_BYTES = 1 << 30
 """The CPU's default KV pool at most; the operating system commits it page by page as blocks are used."""
 
 _MARGIN_BYTES = 64 << 20  # what the driver and the allocator's rounding may still take after sizing
+_ALIGNMENT = 256  # of every parameter, in bytes, as torch's allocator would have it
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a CUDA device, of all processes."""
+
+    free: int
+    total: int
+
+    @property
+    def used(self) -> int:
+        return self.total - self.free
+
+
+def device_memory(device: torch.device, *, trim: bool) -> DeviceMemory | None:
+    """Now; with `trim`, after all work is done and torch's allocator has given up what it held back for later. None for
+    the CPU."""
+    if device.type != "cuda":
+        return None
+    if trim:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    return DeviceMemory(*torch.cuda.mem_get_info(device))
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Bytes seen while an engine was made; zero on the CPU.
+
+    `before_bytes` were in use before, `library_bytes` more after a first step, beyond what it needed for a moment:
+    `activation_bytes`.
+    """
+
+    before_bytes: int | None = None
+    library_bytes: int = 0
+    activation_bytes: int = 0
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+class WeightMemory:
+    """All parameters in one range, whose memory can be given back. `weights` keep their addresses throughout."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises CapacityError, with the numbers, where the device has no room."""
+        size = 0
+
+        def measure(shape: Sequence[int]) -> torch.Tensor:
+            nonlocal size
+            size += _aligned(prod(shape) * dtype.itemsize)
+            return torch.empty(shape, dtype=dtype, device="meta")
+
+        allocate(config, measure)
+        self.num_bytes = size
+        self._range: AddressRange = reserve(size, device)
+        self._range.resize(size)
+        flat, begin = self._range.tensor(torch.uint8), 0
+
+        def carve(shape: Sequence[int]) -> torch.Tensor:
+            nonlocal begin
+            num_bytes = prod(shape) * dtype.itemsize
+            part = flat[begin : begin + num_bytes]
+            begin += _aligned(num_bytes)
+            return part.view(dtype).view(*shape)
+
+        self.weights: DecoderWeights = allocate(config, carve)
+        self._kept: torch.Tensor | None = None  # a copy in host memory while the device's is given back
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._range.mapped_bytes
+
+    @property
+    def is_mapped(self) -> bool:
+        return self.mapped_bytes >= self.num_bytes
+
+    def give_back(self, *, keep: bool) -> None:
+        """Lets the device's memory go; with `keep`, after a copy of it to host memory. Nothing may be running."""
+        if keep:
+            flat = self._range.tensor(torch.uint8)[: self.num_bytes]
+            self._kept = torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=flat.is_cuda)
+            self._kept.copy_(flat)
+        self._range.resize(0)
+
+    def take_back(self) -> bool:
+        """Has memory again, with what was kept; whether anything was: else the contents are undefined.
+
+        Raises CapacityError where the device has no room any more; it can then be tried again.
+        """
+        _take_back(self._range, self.num_bytes)
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            self._range.tensor(torch.uint8)[: self.num_bytes].copy_(kept)
+        return kept is not None
+
+    def close(self) -> None:
+        self._kept = None
+        self._range.close()
+
+
+def _take_back(addresses: AddressRange, num_bytes: int) -> None:
+    """All of it or nothing."""
+    try:
+        addresses.resize(num_bytes)
+    except CapacityError:
+        addresses.resize(0)
+        raise
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+# -- KV ----------------------------------------------------------------------------------------------------------------
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -27,25 +148,38 @@ def pool_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[i
     return (num_blocks, config.num_layers, 2, block_size, config.num_kv_heads, config.head_dim)
 
 
-@dataclass(slots=True)
 class KVPool:
-    """The pool's storage and how many of its blocks have memory behind them. `range` is None for a plain tensor."""
+    """Blocks with addresses for `most` of them and memory behind the first `num_blocks`, one of which is scratch."""
 
-    storage: KVStorage
-    num_blocks: int
-    range: DeviceRange | None
+    def __init__(
+        self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, *, most: int
+    ) -> None:
+        shape = pool_shape(config, most, block_size)
+        self._range = reserve(prod(shape) * dtype.itemsize, device)
+        self.storage = KVStorage(self._range.tensor(dtype)[: prod(shape)].view(shape))
+        self.num_blocks = 0
+        self.resize(1)
+
+    @property
+    def mapped_bytes(self) -> int:
+        return self._range.mapped_bytes
+
+    def resize(self, num_blocks: int) -> None:
+        """Memory behind the first `num_blocks`; contents of new blocks are undefined. Nothing may be running that uses
+        those that go. Raises CapacityError where the device has no room."""
+        self._range.resize(num_blocks * self.storage.block_bytes)
+        self.num_blocks = num_blocks
+
+    def give_back(self) -> None:
+        """Lets all memory go, the scratch block's included; what it held is lost. Nothing may be running."""
+        self._range.resize(0)
+
+    def take_back(self) -> None:
+        """Has memory again for as many blocks as before. Raises CapacityError where the device has no room any more."""
+        _take_back(self._range, self.num_blocks * self.storage.block_bytes)
 
     def close(self) -> None:
-        if self.range is not None:
-            self.range.close()
-            self.range = None
-
-
-def cpu_pool(config: ModelConfig, block_size: int, dtype: torch.dtype, num_blocks: int) -> KVPool:
-    shape = pool_shape(config, num_blocks, block_size)
-    # numpy asks the system for zero pages, which cost nothing until they are used; torch.zeros writes them all
-    pool = torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
-    return KVPool(KVStorage(pool), num_blocks, None)
+        self._range.close()
 
 
 def cpu_num_blocks(
@@ -56,39 +190,35 @@ def cpu_num_blocks(
     return 1 + max(a_row, min(a_row * max_num_seqs, CPU_KV_BYTES // block_bytes(config, block_size, dtype)))
 
 
-def reserved_pool(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, num_blocks: int | None
-) -> KVPool:
-    """CUDA: addresses for the largest pool that the device could hold, memory only behind the scratch block."""
-    size = block_bytes(config, block_size, dtype)
-    total = torch.cuda.mem_get_info(device)[1]
-    most = num_blocks if num_blocks is not None else total // size
-    reserved = DeviceRange(most * size, device)
-    reserved.map_up_to(size)
-    flat = reserved.tensor(dtype)
-    pool = flat[: most * size // dtype.itemsize].view(pool_shape(config, most, block_size))
-    return KVPool(KVStorage(pool), 1, reserved)
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """How much of a CUDA device the engine may have. `num_blocks`: KV blocks whatever is left, None for what is.
 
+    `activation_bytes`, of the largest eager step, come and go; `min_blocks` hold one request of
+    full length, and the scratch block.
+    """
 
-def map_rest(
-    pool: KVPool, *, utilization: float, transient_bytes: int, num_blocks: int | None, min_blocks: int
-) -> None:
-    """Maps memory behind as many blocks as the budget leaves. `transient_bytes`: activations of the largest eager
-    step, which come and go after this. Raises CapacityError, with the numbers, when one request of full length does
-    not fit."""
-    assert pool.range is not None
-    device, size = pool.storage.pool.device, pool.storage.block_bytes
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    used = total - free - pool.range.mapped_bytes
-    left = int(total * utilization) - used - transient_bytes - _MARGIN_BYTES
-    wanted = num_blocks if num_blocks is not None else max(left, 0) // size
-    if num_blocks is None and wanted < min_blocks:
-        raise CapacityError(
-            f"gpu_memory_utilization={utilization} of {total >> 20} MiB leaves {max(left, 0) >> 20} MiB for KV after "
-            f"{used >> 20} MiB in use and {transient_bytes >> 20} MiB of activations: {wanted} blocks of {size} bytes, "
-            f"but one request of full length needs {min_blocks}. Raise gpu_memory_utilization or lower max_model_len."
-        )
-    pool.range.map_up_to(wanted * size)
-    pool.num_blocks = wanted
+    device: torch.device
+    utilization: float
+    activation_bytes: int
+    num_blocks: int | None
+    min_blocks: int
+
+    def num_blocks_for(self, pool: KVPool, reserved_bytes: int = 0) -> int:
+        """KV blocks that fit beside what the device holds now and `reserved_bytes` to come. Raises CapacityError, with
+        the numbers, when one request of full length does not fit."""
+        if self.num_blocks is not None:
+            return self.num_blocks
+        now = device_memory(self.device, trim=True)
+        assert now is not None, "a budget is of a CUDA device"
+        total, used, size = now.total, now.used - pool.mapped_bytes, pool.storage.block_bytes
+        left = int(total * self.utilization) - used - self.activation_bytes - reserved_bytes - _MARGIN_BYTES
+        num_blocks = max(left, 0) // size
+        if num_blocks < self.min_blocks:
+            raise CapacityError(
+                f"gpu_memory_utilization={self.utilization} of {total >> 20} MiB leaves {max(left, 0) >> 20} MiB for "
+                f"KV after {used >> 20} MiB in use, {self.activation_bytes >> 20} MiB of activations and "
+                f"{reserved_bytes >> 20} MiB of graphs to come: {num_blocks} blocks of {size} bytes, but one request "
+                f"of full length needs {self.min_blocks}. Raise gpu_memory_utilization or lower max_model_len."
+            )
+        return min(num_blocks, pool.storage.num_blocks)

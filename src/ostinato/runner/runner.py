@@ -7,19 +7,21 @@ all calls of it, and differ only in the `cut` they pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
-from ostinato.errors import StaleGraphError
+from ostinato.errors import OstinatoError, StaleGraphError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.capture import record_all
 from ostinato.graphs.dispatch import BatchKey, BatchShape, Decision, Dispatcher, StepCounters
 from ostinato.graphs.mode import RuntimeMode
+from ostinato.graphs.pending import Capture, PendingKeys, first_keys
 from ostinato.graphs.recorder import Cut, Recorder, no_cut
 from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
@@ -30,6 +32,7 @@ from ostinato.models.decoder import AttentionArgs, Decoder
 from ostinato.models.weights import DecoderWeights
 from ostinato.runner import logprobs
 from ostinato.runner.checker import StepChecker
+from ostinato.runner.history import LaunchHistory
 from ostinato.runner.inputs import StepBuffers
 from ostinato.runner.observer import StepObserver
 from ostinato.runner.state import Patches, RequestState
@@ -42,6 +45,15 @@ CUTS: dict[RuntimeMode, frozenset[str]] = {
 
 _UNWRITTEN = -2
 """What the host leaves in a row of the output ring that it has read: a step that then fails to write it is noticed."""
+
+
+class RecordedLater(NamedTuple):
+    """A key that was recorded between steps, in how many seconds; `error` says why it could not be."""
+
+    mode: RuntimeMode
+    key: BatchKey
+    seconds: float
+    error: Exception | None
 
 
 @dataclass(slots=True)
@@ -71,13 +83,17 @@ class Runner:
         dispatcher: Dispatcher,
         block_size: int,
         max_in_flight: int,
+        capture: Capture = Capture.EAGER,
     ) -> None:
         self.model, self.storage, self.state, self.buffers = model, storage, state, buffers
         self.backend, self.dispatcher = backend, dispatcher
         self.counters = StepCounters()
+        self.history = LaunchHistory()
         self.statics = Statics()
         self.store = GraphStore(self.statics)
-        self._block_size = block_size
+        self._block_size, self._capture = block_size, capture
+        self._pending = PendingKeys((), on_demand=False)
+        self._available: Collection[tuple[RuntimeMode, BatchKey]] | None = None  # None: all that can be picked
         self._cuda = state.arena.device.type == "cuda"
         device = state.arena.device
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count if self._cuda else 1
@@ -104,17 +120,102 @@ class Runner:
     # -- recording ---------------------------------------------------------------------------------------------------
 
     def record(self, progress: Callable[[int, int], None] | None = None) -> None:
-        """Warms up and records every key that the dispatcher can pick, then seals the store."""
+        """Records what has to be there before the first step, then seals the store: every key that the dispatcher can
+        pick, or a few of them where the others are recorded later (`record_next`). Nothing may be in flight."""
+        self._record_for(self.dispatcher, progress)
+
+    def change_dispatcher(
+        self,
+        dispatcher: Dispatcher,
+        progress: Callable[[int, int], None] | None = None,
+        approve: Callable[[], object] | None = None,
+    ) -> int:
+        """Other modes or sizes over the same state and buffers: records what is missing, then drops what is not picked
+        any more, and returns how many that were. `approve` is called in between. Nothing may be in flight. Whatever
+        raises, all is then as it was before."""
+        before = tuple(self.store.available())
+        pending, available = self._pending, self._available
+        try:
+            self._record_for(dispatcher, progress)
+            if approve is not None:
+                approve()
+        except BaseException:
+            self.store.drop(set(self.store.available()).difference(before))
+            self._pending, self._available = pending, available
+            raise
+        self.dispatcher = dispatcher
+        if self._checker is not None:
+            self._checker.check_all_again()
+        return self.store.drop(set(before).difference(dispatcher.keys()))
+
+    def record_next(self) -> RecordedLater | None:
+        """Records the key that is most wanted of those that are not recorded yet; None when none is due. Nothing may be
+        in flight. A key that cannot be recorded is left to run without, with a warning."""
+        index = self._pending.due()
+        if index is None:
+            return None
+        began, error = time.perf_counter(), None
+        try:
+            self._record_keys([index], collect_garbage=False)
+        except (OstinatoError, torch.OutOfMemoryError) as raised:
+            error = raised
+        self._pending.done(index)
+        keys = self.dispatcher.keys()
+        if all(key in self.store for key in keys):
+            self._available = None
+        return RecordedLater(*index, time.perf_counter() - began, error)
+
+    @property
+    def num_pending(self) -> int:
+        """Keys that may yet be recorded between steps."""
+        return len(self._pending)
+
+    @property
+    def has_due(self) -> bool:
+        """Whether `record_next` would record one."""
+        return self._pending.due() is not None
+
+    def pending_bytes(self) -> int:
+        """What recording all of them may take, by what the smallest recording of each mode took: the temporary memory
+        of a step lies in the pool since the largest was made, and a graph's own size hardly depends on its key."""
+        largest_first = sorted(self.store.table(), key=lambda line: line.key, reverse=True)
+        smallest = {line.mode: line.bytes for line in largest_first}  # the last one of a mode stays
+        return sum(smallest.get(mode, 0) for mode, _ in self._pending)
+
+    def _record_for(self, dispatcher: Dispatcher, progress: Callable[[int, int], None] | None) -> None:
+        keys = dispatcher.keys()
+        now = missing = [index for index in keys if index not in self.store]
+        if self._capture is not Capture.EAGER:
+            num_smallest = 1 if self._capture is Capture.LAZY else 3
+            now = [index for index in first_keys(keys, num_smallest) if index not in self.store]
+        self._record_keys(now, progress)
+        later = [index for index in missing if index not in self.store]
+        self._pending = PendingKeys(later, on_demand=self._capture is Capture.LAZY)
+        self._available = self.store.available() if later else None
+
+    def _record_keys(
+        self,
+        keys: Sequence[tuple[RuntimeMode, BatchKey]],
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        collect_garbage: bool = True,
+    ) -> None:
+        """Over padding alone: the rows of the last step are taken out first, so that no request is touched."""
+        self._stage_rows((), 0)
+        self._patches.apply()
         self._live_rows = 1
-        record_all(
-            self.store,
-            Recorder(self.backend, self.statics),
-            self.dispatcher.keys(),
-            step=self._step,
-            warm=partial(self._step, num_layers=2),
-            cuts=CUTS,
-            progress=progress,
-        )
+        with self.store.unsealed():
+            record_all(
+                self.store,
+                Recorder(self.backend, self.statics),
+                keys,
+                step=self._step,
+                warm=partial(self._step, num_layers=2),
+                cuts=CUTS,
+                progress=progress,
+                collect_garbage=collect_garbage,
+            )
+        self.store.seal()
         self.reset_step_count()
 
     def warm_up(self) -> None:
@@ -139,6 +240,20 @@ class Runner:
         self._row_slot[:] = self._query_start[:] = -1
         self.state["step_count"].fill_(self._num_launched)
 
+    def take_over(self, other: Runner) -> None:
+        """Goes on with the counts and the observer of a runner that this one replaces."""
+        self.counters, self._observer = other.counters, other._observer
+
+    def verify_statics(self) -> None:
+        """Raises StaleGraphError, by name, if a tensor that recordings use is not where it was."""
+        self.store.recheck()
+        for index in self.store.available():
+            self.statics.verify(self.store.get(*index).addresses)
+
+    def num_bytes(self) -> int:
+        """What goes with this runner: recordings, state and buffers."""
+        return self.store.bytes + self.state.num_bytes() + self.buffers.num_bytes()
+
     def enable_check(self, checker: StepChecker) -> None:
         self._checker = checker
 
@@ -161,8 +276,17 @@ class Runner:
 
     def launch(self, plan: StepPlan) -> InFlight:
         """Stages the plan's differences and starts its step; does not wait for it."""
+        try:
+            return self._launch(plan)
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):
+                self.history.report(error, "launch", plan)
+            raise
+
+    def _launch(self, plan: StepPlan) -> InFlight:
         shape = BatchShape(plan.num_tokens, plan.num_rows, plan.query_len)
-        decision = self.dispatcher.pick(shape)
+        decision = self._pick(shape)
+        self.history.add(plan, decision)
         self.counters.record(decision, shape)
         self._stage(plan)
         if self._checker is not None:
@@ -185,8 +309,26 @@ class Runner:
         self._num_launched += 1
         return InFlight(plan, decision, ring_row, event, wanted, fetched, prompt)
 
+    def _pick(self, shape: BatchShape) -> Decision:
+        if self._available is None:
+            return self.dispatcher.pick(shape)
+        decision, wanted = self.dispatcher.pick(shape, available=self._available), self.dispatcher.pick(shape)
+        if wanted.key != decision.key or wanted.mode is not decision.mode:
+            self._pending.ask(wanted.mode, wanted.key)
+        return decision
+
     def collect(self, step: InFlight) -> StepResult:
         """Waits until the step is done; its tokens in the plan's row order."""
+        try:
+            return self._collect(step)
+        except (
+            BaseException
+        ) as error:  # of a step on CUDA too: what goes wrong on the device is raised where it is awaited
+            if not isinstance(error, KeyboardInterrupt):
+                self.history.report(error, "collect", step.plan)
+            raise
+
+    def _collect(self, step: InFlight) -> StepResult:
         if self._observer is not None:
             self._observer.waiting(step.plan)
         if step.event is not None:
@@ -304,7 +446,7 @@ class Runner:
             self._patches.append(append)
         for mask in plan.masks:
             self._patches.mask(mask)
-        self._stage_rows(plan)
+        self._stage_rows(tuple((row.slot, row.num_tokens) for row in plan.rows), plan.num_tokens)
         self._patches.apply()
         for admission in resets:
             self.state.reset_penalties(admission)
@@ -318,14 +460,14 @@ class Runner:
             self._prompts[slot] = admission
         return self._patches.admit(admission)
 
-    def _stage_rows(self, plan: StepPlan) -> None:
-        layout = tuple((row.slot, row.num_tokens) for row in plan.rows)
+    def _stage_rows(self, layout: tuple[tuple[int, int], ...], num_tokens: int) -> None:
+        """`layout`: state row and number of tokens of each row of the step."""
         if layout == self._staged_rows:
             return
         self._staged_rows = layout
         row_slot = np.full_like(self._row_slot, self.state.layout.scratch)
         row_slot[: len(layout)] = [slot for slot, _ in layout]
-        query_start = np.full_like(self._query_start, plan.num_tokens)
+        query_start = np.full_like(self._query_start, num_tokens)
         query_start[0] = 0
         query_start[1 : len(layout) + 1] = np.cumsum([count for _, count in layout])
         for name, old, new in (
@@ -347,7 +489,9 @@ class Runner:
                     targets = admission.token_ids[row.start + 1 : row.start + 1 + count]
                     stream = self.buffers.work.stream[first : first + count]
                     num_top = admission.params.prompt_logprobs or 0
-                    found[row.request_id] = logprobs.prompt_logprobs(self.model, stream, targets, num_top)
+                    found[row.request_id] = logprobs.prompt_logprobs(
+                        self.model, stream, row.start + 1, targets, num_top
+                    )
             first += row.num_tokens
         return found
 

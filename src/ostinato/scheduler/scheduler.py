@@ -69,6 +69,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest goes first, which keeps batches dense
         self._in_flight = InFlight()
+        self._unadmitted: set[str] = set()  # running, but the device's row knows nothing of them yet
         self._num_added = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -208,9 +209,36 @@ class Scheduler:
         """Cached prefixes no longer hold (the weights changed): new requests compute all of theirs."""
         self._kv.forget_contents()
 
+    def resize_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Other limits from the next step on, over a request state that is new too. Running requests keep their blocks
+        and are admitted to new rows, with all their tokens, by the first step that runs them; the worst of them wait
+        again where there are fewer rows or tokens than they are. Raises OstinatoError with a step in flight."""
+        self._require_settled()
+        limits = Limits(max_num_seqs, max_num_batched_tokens, self._limits.max_model_len)
+        # never more rows than tokens of a step: `_plan_running` relies on it
+        while len(self._running) > min(max_num_seqs, max_num_batched_tokens):
+            self._preempt(self._running[-1])
+        self._limits, self._free_slots = limits, list(range(max_num_seqs))
+        for request in self._running:
+            request.slot = heapq.heappop(self._free_slots)
+            self._unadmitted.add(request.request_id)
+
+    def resize_pool(self, num_blocks: int) -> None:
+        """Another number of KV blocks; requests that hold one that goes are computed again. Raises OstinatoError with a
+        step in flight."""
+        self._require_settled()
+        for request in reversed(tuple(self._running)):
+            if self._kv.reaches(request, num_blocks):
+                self._preempt(request)
+        self._kv.resize(num_blocks)
+
     def check_integrity(self) -> None:
         """Raise OstinatoError unless every block and row is free, held behind a fence, or one running request's."""
         self._kv.check_integrity(self._in_flight.held_tables)
+
+    def _require_settled(self) -> None:
+        if self._in_flight:
+            raise OstinatoError(f"{len(self._in_flight)} steps are in flight: collect them first")
 
     def _follow(self, request: Request, grammar: TokenGrammar, token_id: int) -> bool:
         """Whether the structure of the output ends the request. One that cannot be followed fails it alone."""
@@ -246,6 +274,9 @@ class Scheduler:
             num_tokens = min(num_wanted, draft.budget - num_decoding)
             end = request.num_computed + num_tokens
             if num_tokens > 0 and (end <= request.kv_capacity or self._grow(request, end, draft)):
+                if self._unadmitted and request.request_id in self._unadmitted:
+                    self._unadmitted.remove(request.request_id)
+                    draft.admit(request, self._kv.table(request.request_id))
                 draft.run(request, num_tokens)
 
     def _grow(self, request: Request, num_tokens: int, draft: Draft) -> bool:
@@ -265,7 +296,8 @@ class Scheduler:
             if victim is request:
                 return False
         request.kv_capacity += len(block_ids) * self._kv.block_size
-        draft.append(request, column, block_ids)
+        if request.request_id not in self._unadmitted:  # else its admission brings the whole table
+            draft.append(request, column, block_ids)
         return True
 
     def _num_blocks_to_come(self) -> int:
@@ -342,6 +374,7 @@ class Scheduler:
         """Take a running request's row and blocks away; they are free once no step in flight can touch them."""
         assert request.slot is not None
         self._running.remove(request)
+        self._unadmitted.discard(request.request_id)
         self._in_flight.hold(request.slot, self._kv.detach(request.request_id))
         request.slot = None
         request.kv_capacity = 0

@@ -40,7 +40,7 @@ def test_floor() -> None:
 def test_prefill_flops(model: str, tied: bool) -> None:
     fields = json.loads((Path(model) / "config.json").read_text())
     config = parse_config(fields | {"tie_word_embeddings": tied})
-    weights = allocate(config, torch.float32, torch.device("meta"))
+    weights = allocate(config, lambda shape: torch.empty(shape, device="meta"))
     head = config.vocab_size * config.hidden_size
     in_layers = sum(tensor.numel() for _, tensor in weights.named()) - head * (1 if tied else 2)
     by_hand = 0

@@ -155,7 +155,7 @@ def test_the_order_of_what_an_observer_hears(model: str) -> None:
         listener = Listener()
         llm.engine.runner.observe(listener)
         llm.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
-        llm.engine.drain()
+        llm.engine.settle()
     launches = [(what, step) for what, step in listener.heard if what.startswith("launch")]
     waits = [(what, step) for what, step in listener.heard if not what.startswith("launch")]
     first, count = launches[0][1], len(launches) // 2

@@ -27,7 +27,7 @@ from ostinato.request import SamplingParams, StructuredOutputsParams
 
 GOLDEN_ENGINE_FLAGS = """
     --device --dtype --load-format --max-model-len --max-num-seqs --max-num-batched-tokens --block-size
-    --num-gpu-blocks-override --gpu-memory-utilization --enable-prefix-caching --enforce-eager
+    --num-gpu-blocks-override --gpu-memory-utilization --enable-prefix-caching --enforce-eager --capture
     --cudagraph-mode --cudagraph-capture-sizes --max-in-flight --compile --engine-seed --check --poison
 """
 GOLDEN_SAMPLING_FLAGS = """

@@ -133,3 +133,30 @@ def test_any_sequence_of_calls_keeps_the_books(num_blocks: int, calls: list[tupl
             pool.forget_contents()
         pool.check_integrity([held])
         assert pool.num_free == num_blocks - 1 - len(set(held))
+
+
+def test_resize_keeps_what_stays_and_forgets_what_goes() -> None:
+    pool = BlockPool(6)
+    assert pool.allocate(3) == [1, 2, 3]
+    pool.register(2, b"two")
+    pool.register(3, b"three")
+    pool.free([3, 2])
+    pool.resize(3)
+    pool.check_integrity([[1]])
+    assert (pool.lookup(b"two"), pool.lookup(b"three")) == (2, None)
+    assert (pool.num_allocatable, pool.num_free) == (2, 1)
+    pool.resize(6)
+    pool.check_integrity([[1]])
+    assert pool.lookup(b"three") is None, "block 3 has another memory behind it now"
+    assert sorted(pool.allocate(4)) == [2, 3, 4, 5]
+
+
+def test_a_block_that_is_held_cannot_go() -> None:
+    pool = BlockPool(6)
+    pool.allocate(3)
+    with pytest.raises(OstinatoError, match=r"\[3\] are in use"):
+        pool.resize(3)
+    with pytest.raises(ConfigError, match="at least 2"):
+        pool.resize(1)
+    assert pool.num_allocatable == 5
+    pool.check_integrity([[1, 2, 3]])

@@ -84,6 +84,7 @@ class FakeRunner:
     vocab_size: int = 7
     weights: int = 0  # counts their updates
     rows: dict[int, Row] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)  # whose KV stays though its row goes: the weights that made it
     cells: dict[tuple[int, int], tuple[tuple[int, ...], int]] = field(default_factory=dict)
     launched: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
     max_seen_rows: int = 0
@@ -107,10 +108,11 @@ class FakeRunner:
                 admission.params.min_tokens,
                 admission.stop_token_ids,
                 length_limit(admission.num_prompt_tokens, admission.params, self.max_model_len),
-                self.weights,
+                self.moved.get(admission.request_id, self.weights),
             )
+            row = self.rows[admission.slot]
             for position in range(admission.num_computed):
-                assert self._cell(self.rows[admission.slot], position)[1] == self.weights, "a hit on old weights' KV"
+                assert self._cell(row, position)[1] == row.weights, "a hit on old weights' KV"
         for append in plan.appends:
             assert append.column == len(self.rows[append.slot].table)
             assert append.block_ids
@@ -168,6 +170,7 @@ class Watch:
         self.fences: dict[int, int] = {}  # block -> step that must be collected before it is handed out
         self.slot_fences: dict[int, int] = {}
         self.slots: dict[str, int] = {}
+        self.kept: dict[str, list[int]] = {}  # tables of requests that will be admitted with them once more
         self.last_launched = -1
         self.last_collected = -1
 
@@ -185,6 +188,7 @@ class Watch:
             assert rid not in now or now[rid][0] is not request or not now[rid][1], "a live table changed inside"
             for block_id in before:  # a block that others share gets a later fence when the last of them goes
                 self.fences[block_id] = self.last_launched
+            self.kept.pop(rid, None)
             if rid in self.slots:
                 self.slot_fences[self.slots.pop(rid)] = self.last_launched
         self._check_sharing([(request.tokens, table) for request, table in now.values() if table])
@@ -201,9 +205,13 @@ class Watch:
         block_size = self.scheduler.kv.block_size
         new_blocks = [block_id for append in plan.appends for block_id in append.block_ids]
         for admission in plan.admissions:
-            assert admission.num_computed % block_size == 0
             assert admission.num_computed < len(admission.token_ids)
-            new_blocks += admission.block_ids[admission.num_computed // block_size :]
+            kept = self.kept.pop(admission.request_id, None)
+            if kept is None:
+                assert admission.num_computed % block_size == 0
+                kept = list(admission.block_ids[: admission.num_computed // block_size])
+            assert list(admission.block_ids[: len(kept)]) == kept
+            new_blocks += admission.block_ids[len(kept) :]
             assert self.slot_fences.pop(admission.slot, -1) <= self.last_collected
         assert len(new_blocks) == len(set(new_blocks))
         for block_id in new_blocks:
@@ -274,6 +282,7 @@ class Harness:
         if plan is None:
             assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished, "stuck"
         else:
+            self.runner.moved = {rid: self.runner.moved[rid] for rid in self.watch.kept}
             self.watch.planned(plan)
             self.runner.launch(plan)
             self.plans.append(plan)
@@ -302,6 +311,23 @@ class Harness:
         request = self.scheduler.finish(request_id, reason, stop_reason)
         self.watch.look()
         return request
+
+    def resize_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """Between two steps: another request state, of other sizes."""
+        self.scheduler.resize_rows(max_num_seqs, max_num_batched_tokens)
+        self.runner.moved |= {row.request_id: row.weights for row in self.runner.rows.values()}
+        self.runner.rows.clear()
+        self.runner.max_num_seqs, self.runner.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.watch.slot_fences.clear()
+        self.watch.look()
+        self.watch.kept = {rid: list(table) for rid, (_, table) in self.watch.tables.items() if table}
+
+    def resize_pool(self, num_blocks: int) -> None:
+        self.scheduler.resize_pool(num_blocks)
+        self.num_blocks = self.runner.num_blocks = num_blocks
+        for cell in [cell for cell in self.runner.cells if cell[0] >= num_blocks]:
+            del self.runner.cells[cell]
+        self.watch.look()
 
     def step(self) -> list[TokenEvent]:
         """What an engine does in one turn: fill the flight, then collect the oldest step."""

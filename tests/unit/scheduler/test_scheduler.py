@@ -389,3 +389,59 @@ class TestEnding:
     def test_no_requests_no_plan(self) -> None:
         scheduler = Harness().scheduler
         assert scheduler.plan() is None and not scheduler.has_unfinished and scheduler.num_steps_in_flight == 0
+
+
+class TestResize:
+    def test_running_requests_keep_their_blocks_and_are_admitted_again(self) -> None:
+        harness = Harness(num_blocks=40, max_num_seqs=4)
+        requests = [harness.add(make_request(f"r{i}", [1, 2, i], ignore_eos=True, max_tokens=20)) for i in range(3)]
+        for _ in range(3):
+            harness.step()
+        tables = {request.request_id: list(harness.scheduler.kv.table(request.request_id)) for request in requests}
+        harness.resize_rows(8, 16)
+        plan = harness.launch()
+        assert plan is not None
+        assert [(a.request_id, a.num_computed, len(a.token_ids)) for a in plan.admissions] == [
+            (request.request_id, 5, 6) for request in requests
+        ]
+        for admission in plan.admissions:
+            table = tables[admission.request_id]
+            assert list(admission.block_ids[: len(table)]) == table
+        assert not plan.appends
+        harness.collect()
+        harness.run()
+        assert [r.output_token_ids for r in requests] == [solo_outputs(r, harness.max_model_len, 7) for r in requests]
+        assert harness.scheduler.preemptions == 0
+
+    def test_the_worst_wait_where_there_are_fewer_rows(self) -> None:
+        harness = Harness(num_blocks=40, max_num_seqs=4)
+        requests = [harness.add(make_request(f"r{i}", [1, 2, i], ignore_eos=True, max_tokens=9)) for i in range(4)]
+        harness.step()
+        harness.resize_rows(1, 4)
+        assert [request.status for request in requests] == [RequestStatus.RUNNING, *[RequestStatus.PREEMPTED] * 3]
+        harness.run()
+        assert [r.output_token_ids for r in requests] == [solo_outputs(r, harness.max_model_len, 7) for r in requests]
+
+    def test_a_smaller_pool_takes_from_those_that_hold_what_goes(self) -> None:
+        harness = Harness(num_blocks=40, max_num_seqs=2)
+        first, second = (
+            harness.add(make_request(name, [token] * 7, ignore_eos=True, max_tokens=9))
+            for name, token in (("first", 1), ("second", 2))
+        )
+        harness.step()
+        highest = max(harness.scheduler.kv.table("first"))
+        assert min(harness.scheduler.kv.table("second")) > highest
+        harness.resize_pool(highest + 1 + 4)
+        harness.resize_pool(highest + 1)
+        assert (first.num_preemptions, second.num_preemptions) == (0, 1)
+        harness.resize_pool(30)
+        harness.run()
+
+    def test_only_between_steps(self) -> None:
+        harness = Harness()
+        harness.add(make_request("a", [1, 2]))
+        harness.launch()
+        with pytest.raises(OstinatoError, match="1 steps are in flight"):
+            harness.scheduler.resize_rows(2, 4)
+        with pytest.raises(OstinatoError, match="1 steps are in flight"):
+            harness.scheduler.resize_pool(10)

@@ -154,6 +154,18 @@ class SchedulerLife(RuleBasedStateMachine):
         self.harness.scheduler.forget_prefixes()
         self.harness.watch.look()
 
+    @precondition(lambda self: not self.harness.runner.launched)
+    @rule(max_num_seqs=st.integers(1, 6), max_num_batched_tokens=st.integers(1, 24))
+    def rows_change(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        """A new request state, which knows nobody."""
+        self.harness.resize_rows(max_num_seqs, max_num_batched_tokens)
+
+    @precondition(lambda self: not self.harness.runner.launched)
+    @rule(more=st.integers(0, 8))
+    def pool_changes(self, more: int) -> None:
+        block_size = self.harness.block_size
+        self.harness.resize_pool(1 - (1 - self.max_model_len) // block_size + more)
+
     def teardown(self) -> None:
         if not hasattr(self, "harness"):
             return

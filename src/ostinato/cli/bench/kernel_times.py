@@ -105,6 +105,15 @@ def is_attention(name: str) -> bool:
     return "attention" in name or name.startswith(("decode_", "prefill_"))
 
 
+def attention_starts(
+    names: Sequence[str], num_layers: int, begins: Callable[[str], bool] = is_attention
+) -> list[int] | None:
+    """Where the attention of each layer begins, in a step of these kernels. None where the kernels of attention are not
+    a whole number for each layer."""
+    starts = [index for index, name in enumerate(names) if begins(name)]
+    return None if not starts or len(starts) % num_layers else starts[:: len(starts) // num_layers]
+
+
 def by_layer(
     steps: Sequence[KernelStep], num_layers: int, begins: Callable[[str], bool] = is_attention
 ) -> dict[str, Any] | None:
@@ -113,10 +122,10 @@ def by_layer(
     None where the kernels of attention are not a whole number for each layer in every step."""
     found = []
     for step in steps:
-        starts = [index for index, kernel in enumerate(step.kernels) if begins(kernel.name)]
-        if not starts or len(starts) % num_layers:
+        starts = attention_starts([kernel.name for kernel in step.kernels], num_layers, begins)
+        if starts is None:
             return None
-        bounds = [0, *starts[:: len(starts) // num_layers], len(step.kernels)]
+        bounds = [0, *starts, len(step.kernels)]
         found.append([sum(k.attributed_us for k in step.kernels[start:end]) for start, end in pairwise(bounds)])
     if not found:
         return None

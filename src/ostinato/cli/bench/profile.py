@@ -90,7 +90,7 @@ def _profile(llm: LLM, prompts: Prompts, batch: int, context: int, num_steps: in
         temperature=0.0, ignore_eos=True, max_tokens=llm.stats().max_model_len - context, detokenize=False
     )
     names = [f"profile-{index}" for index in range(batch)]
-    engine.drain()
+    engine.settle()
     for name in names:
         engine.add_request(name, prompts.draw(context), params)
     try:
@@ -108,7 +108,7 @@ def _profile(llm: LLM, prompts: Prompts, batch: int, context: int, num_steps: in
     finally:
         for name in names:
             engine.abort(name)
-        engine.drain()
+        engine.settle()
 
 
 def _step(llm: LLM) -> list[Delta]:

@@ -146,12 +146,12 @@ def watching(llm: LLM, batch: int) -> Iterator[StepWatch]:
     """Observes every step that is launched inside. Nothing is in flight when it begins and when it ends."""
     engine = llm.engine
     watch = StepWatch(batch, _timed_event if llm.stats().device.startswith("cuda") else None)
-    engine.drain()
+    engine.settle()
     engine.runner.observe(watch)
     try:
         yield watch
     finally:
-        engine.drain()
+        engine.settle()
         engine.runner.observe(None)
 
 

@@ -1,0 +1,269 @@
+"""What changes a running engine between two steps: sleep, other weights, other recordings. Requests stay.
+
+Everything here settles the engine first, so that nothing is in flight, and leaves it as it was where it fails, or says
+in what state it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ostinato.config import EngineConfig
+from ostinato.engine.build import (
+    Built,
+    Progress,
+    enable_check,
+    load_weights,
+    make_runner,
+    recording_progress,
+    resolve_ladders,
+    warm_up,
+)
+from ostinato.engine.stats import RecordingStat, recording_stats
+from ostinato.errors import CapacityError, ConfigError, UnavailableError, WeightError
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.models.weights import destinations, is_ignorable
+from ostinato.runner.runner import Runner
+from ostinato.weights.checkpoint import open_checkpoint
+
+logger = logging.getLogger("ostinato")
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+RECONFIGURABLE = ("cudagraph_capture_sizes", "cudagraph_mode", "max_num_batched_tokens", "max_num_seqs")
+
+
+# -- sleep -------------------------------------------------------------------------------------------------------------
+
+
+def sleep(built: Built, level: int) -> None:
+    """Gives the memory of weights and KV back. Running requests wait and will be computed again; recordings stay.
+
+    Level 1 keeps the weights in host memory (on the CPU that saves the KV cache alone), level 2 reads them from the
+    checkpoint when woken. No effect on what is away already. Raises ConfigError for another level.
+    """
+    if level not in (1, 2):
+        raise ConfigError(f"level={level}: 1 keeps the weights in host memory, 2 does not", field="level")
+    engine = built.engine
+    engine.settle()
+    engine.scheduler.preempt_all()
+    engine.runner.backend.synchronize()
+    if KV_CACHE not in engine.missing:
+        engine.set_missing(KV_CACHE, "the engine sleeps: wake_up() first")
+        built.pool.give_back()
+    if WEIGHTS not in engine.missing:
+        engine.set_missing(WEIGHTS, "the engine sleeps: wake_up() first")
+        built.weights.give_back(keep=level == 1)
+    if built.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def wake_up(built: Built, tags: Sequence[str] | None) -> None:
+    """Takes back what `tags` name, "weights" or "kv_cache"; None is both. No effect on what is there already.
+
+    Raises CapacityError where the device has no room any more: the engine goes on sleeping, and it can be tried again.
+    """
+    for tag in tags or ():
+        if tag not in (WEIGHTS, KV_CACHE):
+            raise ConfigError(f"tag {tag!r}: must be {WEIGHTS!r} or {KV_CACHE!r}", field="tags")
+    engine = built.engine
+    wanted = [tag for tag in (WEIGHTS, KV_CACHE) if tag in engine.missing and (tags is None or tag in tags)]
+    if WEIGHTS in wanted and not built.weights.is_mapped:
+        if not built.weights.take_back():
+            engine.set_missing(WEIGHTS, "they have not been read again: reload_weights() or update_weights() first")
+            reload_weights(built)
+        engine.set_there(WEIGHTS)
+    if KV_CACHE in wanted:
+        built.pool.take_back()
+        engine.set_there(KV_CACHE)
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------
+
+
+def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Overwrites parameters in place, by their names in the checkpoint; returns how many.
+
+    Recordings stay, because addresses do. Running requests are computed again from their tokens, and no cached prefix
+    is used any more. Raises WeightError for an unknown name or another shape: where others were written before it, the
+    engine then refuses to run until all parameters were written. Raises StaleGraphError, by name, if a parameter was
+    replaced by another tensor instead of being written to.
+    """
+    _require_mapped(built)
+    engine, places = built.engine, destinations(built.model_config, built.weights.weights)
+    engine.settle()
+    written: set[str] = set()
+    try:
+        with torch.no_grad():
+            for name, tensor in tensors:
+                if is_ignorable(name, built.model_config):
+                    continue
+                _place(places, name, tensor).copy_(tensor)
+                written.add(name)
+    except BaseException:
+        if written and written != places.keys():
+            engine.set_missing(
+                WEIGHTS,
+                f"an update failed after {len(written)} of {len(places)} tensors: write them all, or reload_weights()",
+            )
+        raise
+    finally:
+        if written:
+            engine.scheduler.preempt_all()
+    if written == places.keys():
+        engine.set_there(WEIGHTS)
+    engine.runner.verify_statics()
+    return len(written)
+
+
+def reload_weights(built: Built) -> None:
+    """All parameters from the checkpoint, as at the start. Otherwise as `update_weights`."""
+    _require_mapped(built)
+    built.engine.settle()
+    checkpoint = open_checkpoint(built.config.model, built.config.load_format)
+    built.engine.scheduler.preempt_all()
+    load_weights(built.config, checkpoint, built.model_config, built.weights.weights)
+    built.engine.set_there(WEIGHTS)
+    built.engine.runner.verify_statics()
+
+
+def _require_mapped(built: Built) -> None:
+    if not built.weights.is_mapped:
+        raise UnavailableError('the weights are away: wake_up(["weights"]) first')
+
+
+def _place(places: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> torch.Tensor:
+    place = places.get(name)
+    if place is None:
+        raise WeightError(f"{name!r} is no tensor of this model")
+    if tensor.shape != place.shape:
+        raise WeightError(f"{name} has the shape {list(tensor.shape)}, this model's is {list(place.shape)}")
+    return place
+
+
+# -- recordings --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfiguration:
+    """What a change of recordings did. `recorded` are the new ones; `kept` and `dropped` count the old."""
+
+    recorded: tuple[RecordingStat, ...]
+    kept: int
+    dropped: int
+    num_blocks: int
+    preempted: int
+    seconds: float
+
+    @property
+    def recording_bytes(self) -> int:
+        return sum(line.num_bytes for line in self.recorded)
+
+
+def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None = None) -> Reconfiguration:
+    """Records again what `options` change (RECONFIGURABLE) and goes on with the running requests, whose KV stays.
+
+    Only the worst of them are computed again, where fewer rows or fewer KV blocks are left. Raises ConfigError for
+    options that cannot be changed or do not fit, CaptureError or CapacityError where recording fails; all is then as it
+    was before.
+    """
+    unknown = sorted(set(options) - set(RECONFIGURABLE))
+    if unknown:
+        raise ConfigError(f"{', '.join(unknown)} cannot be changed at run time: only {', '.join(RECONFIGURABLE)} can")
+    engine, began = built.engine, time.perf_counter()
+    if engine.missing:
+        raise UnavailableError("the engine sleeps: wake_up() first")
+    config = replace(built.config, **options)
+    uniform, mixed = resolve_ladders(config)
+    dispatcher = Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs)
+    engine.settle()
+    engine.runner.backend.synchronize()
+    preempted = engine.scheduler.preemptions
+    before = set(engine.runner.store.available())
+    try:
+        if _same_sizes(config, built.config):
+            dropped = engine.runner.change_dispatcher(
+                dispatcher, recording_progress(progress), lambda: _num_blocks(built, engine.runner)
+            )
+            _resize_pool(built, _num_blocks(built, engine.runner))
+        else:
+            dropped, before = len(before), set()
+            _change_sizes(built, config, dispatcher, progress)
+    except torch.OutOfMemoryError as error:
+        raise CapacityError(f"the device has no room for other recordings beside the present ones: {error}") from error
+    built.config, built.uniform_sizes, built.mixed_sizes = config, uniform, mixed
+    lines = recording_stats(engine.runner.store.table())
+    new = tuple(line for line, index in zip(lines, engine.runner.store.available(), strict=True) if index not in before)
+    done = Reconfiguration(
+        recorded=new,
+        kept=len(lines) - len(new),
+        dropped=dropped,
+        num_blocks=built.pool.num_blocks,
+        preempted=engine.scheduler.preemptions - preempted,
+        seconds=time.perf_counter() - began,
+    )
+    logger.info(
+        "reconfigured in %.2f s: %d recorded (%d MiB), %d kept, %d dropped, %d KV blocks, %d requests preempted",
+        done.seconds,
+        len(done.recorded),
+        done.recording_bytes >> 20,
+        done.kept,
+        done.dropped,
+        done.num_blocks,
+        done.preempted,
+    )
+    return done
+
+
+def _same_sizes(one: EngineConfig, other: EngineConfig) -> bool:
+    """Whether state and buffers may stay."""
+    return (one.max_num_seqs, one.max_num_batched_tokens) == (other.max_num_seqs, other.max_num_batched_tokens)
+
+
+def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, progress: Progress | None) -> None:
+    """State and buffers of other sizes, so everything is recorded again; the old ones stay until all has succeeded."""
+    engine, old = built.engine, built.engine.runner
+    new = make_runner(config, old.model, built.pool, dispatcher, built.max_model_len)
+    try:
+        warm = warm_up(new)
+        new.record(recording_progress(progress))
+        budget = built.budget
+        num_blocks = built.pool.num_blocks
+        if budget is not None:
+            budget = replace(budget, activation_bytes=warm.activation_bytes)
+            num_blocks = budget.num_blocks_for(built.pool, new.pending_bytes() - old.num_bytes())
+    except BaseException:
+        new.close()
+        raise
+    enable_check(config, new, engine.scheduler)
+    new.take_over(old)
+    engine.replace_runner(new)
+    engine.scheduler.resize_rows(config.max_num_seqs, config.max_num_batched_tokens)
+    old.close()
+    built.budget = budget
+    built.measured = replace(built.measured, activation_bytes=warm.activation_bytes)
+    _resize_pool(built, num_blocks)
+
+
+def _num_blocks(built: Built, runner: Runner) -> int:
+    """KV blocks that fit beside what is there now. Raises CapacityError for too few."""
+    if built.budget is None:
+        return built.pool.num_blocks
+    return built.budget.num_blocks_for(built.pool, runner.pending_bytes())
+
+
+def _resize_pool(built: Built, num_blocks: int) -> None:
+    """Fewer blocks are taken from their requests first; more are handed out once they have memory."""
+    pool, scheduler = built.pool, built.engine.scheduler
+    if num_blocks < pool.num_blocks:
+        scheduler.resize_pool(num_blocks)
+        pool.resize(num_blocks)
+    elif num_blocks > pool.num_blocks:
+        pool.resize(num_blocks)
+        scheduler.resize_pool(num_blocks)

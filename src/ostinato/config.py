@@ -6,7 +6,7 @@ No torch here: dtypes and devices are names until `engine.build` turns them into
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -34,10 +34,14 @@ class EngineConfig:
     cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for
                              mixed ones.
     enforce_eager            no graphs and no compile.
+    kv_transfer_config       a connector that KV comes from and goes to, as in vLLM: an object (or its JSON) with
+                             `kv_connector`, `kv_role` and `kv_connector_extra_config`; see docs/connectors.md.
     capture                  "eager": all is recorded before the first request; "lazy": a few sizes are, and others once
                              steps have asked for them; "background": a few are, the rest between steps.
     max_in_flight            steps launched before one is collected; None: 2 on CUDA, 1 on the CPU.
     compile                  torch.compile over the functions of a layer.
+    batch_invariant          a request's tokens and log-probabilities have the same bits whatever runs beside it, in
+                             every mode and however its prompt is cut; slower. Not with compile.
     check, poison            compare the first `check` replays of every key with an eager run, bit for bit, with
                              (poison) NaN in everything that a live row must not read.
     """
@@ -59,6 +63,8 @@ class EngineConfig:
     cudagraph_capture_sizes: Sequence[int] | None = None
     max_in_flight: int | None = None
     compile: bool = False
+    batch_invariant: bool = False
+    kv_transfer_config: Mapping[str, Any] | None = None
     seed: int = 0
     check: int = 0
     poison: bool = True
@@ -93,9 +99,19 @@ class EngineConfig:
             "num_gpu_blocks_override",
             "at least 2, as block 0 is reserved",
         )
+        need(
+            not (self.batch_invariant and self.compile),
+            "batch_invariant",
+            "False with compile, whose matrix products depend on the batch; turn one of them off",
+        )
         need(whole("check") and self.check >= 0, "check", "at least 0")
         if self.device is not None and self.device.split(":")[0] not in ("cpu", "cuda"):
             raise ConfigError(f"device={self.device!r}: must be cpu, cuda or cuda:N")
+        need(
+            self.kv_transfer_config is None or isinstance(self.kv_transfer_config, Mapping),
+            "kv_transfer_config",
+            "an object such as {'kv_connector': 'OffloadingConnector'}",
+        )
         CUDAGraphMode.parse(self.cudagraph_mode)
 
     @property

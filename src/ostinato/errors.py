@@ -6,6 +6,7 @@
     │   └── QueueFullError   too many requests wait already: it would be served later
     ├── CaptureError     a recording did something that a graph cannot repeat
     ├── StaleGraphError  a recording and the memory it reads no longer belong together
+    ├── ConnectorError   the other end of a KV connector is not there, is another one, or does not keep to the protocol
     ├── UnavailableError an engine that serves takes no requests now: it starts, drains, has failed or is closed
     │   └── EngineDeadError  it has failed, and every request that was open with it
     └── WeightError      a checkpoint does not fit the model
@@ -19,6 +20,7 @@ __all__ = [
     "CapacityError",
     "CaptureError",
     "ConfigError",
+    "ConnectorError",
     "EngineDeadError",
     "OstinatoError",
     "QueueFullError",
@@ -57,6 +59,10 @@ class CaptureError(OstinatoError):
 
 class StaleGraphError(OstinatoError):
     """A recording and the memory it reads no longer belong together; replaying it would read stale data."""
+
+
+class ConnectorError(OstinatoError):
+    """The other end of a KV connector is not there, holds other KV, or does not keep to the protocol."""
 
 
 class UnavailableError(OstinatoError):

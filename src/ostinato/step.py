@@ -70,6 +70,7 @@ class StepPlan:
     admissions: tuple[Admission, ...] = ()
     appends: tuple[TableAppend, ...] = ()
     masks: tuple[TokenMask, ...] = ()
+    connector_meta: object | None = None  # what the KV connector's worker side has to do for this step
 
     @property
     def num_tokens(self) -> int:

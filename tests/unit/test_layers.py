@@ -16,7 +16,7 @@ LEVELS = (
     ("request",),
     ("step",),
     ("kernels", "tokenizer", "weights", "kv", "graphs"),
-    ("models", "sampling"),
+    ("models", "sampling", "connectors"),
     ("scheduler", "runner"),
     ("config",),
     ("engine",),
@@ -44,6 +44,8 @@ NO_TORCH = (
     "runner.layout",
     "sampling.rows",
     "engine.stats",
+    "connectors.files",
+    "connectors.tcp",
     "cli.main",
 )
 HEAVY = {"torch", "triton", "transformers", "tokenizers"}

@@ -65,6 +65,17 @@ def structure(text: str) -> StructuredOutputsParams:
         ) from None
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """`{"kv_connector": "OffloadingConnector"}`."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
 ENGINE_OPTIONS = (
     Option("device", str, "cpu, cuda or cuda:1; CUDA where it is", "NAME"),
     Option("dtype", str, f"of weights, activations and KV: {', '.join(DTYPES)}", "NAME"),
@@ -80,8 +91,10 @@ ENGINE_OPTIONS = (
     Option("capture", str, f"when graphs are recorded: {', '.join(CAPTURES)}", "WHEN"),
     Option("cudagraph_mode", str, ", ".join(CUDAGraphMode.__members__), "MODE"),
     Option("cudagraph_capture_sizes", integers, "batch sizes to record instead of the default ladder", "1,2,4"),
+    Option("kv_transfer_config", json_object, "connector that KV comes from and goes to", "JSON"),
     Option("max_in_flight", int, "steps launched before one is collected: 1 or 2"),
     Option("compile", None, "torch.compile over the functions of a layer"),
+    Option("batch_invariant", None, "the same bits for a request whatever runs beside it; slower, not with --compile"),
     Option("seed", int, "engine seed: requests without a seed of their own, and dummy weights", flag="--engine-seed"),
     Option("check", int, "compare the first N replays of every key with an eager run, bit for bit"),
     Option("poison", None, "with --check: NaN in all that a live row must not read"),

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ostinato.config import EngineConfig
+from ostinato.connectors.protocol import KVConnector, KVConnectorWorker
+from ostinato.connectors.registry import make_connector
 from ostinato.engine.engine import Engine
 from ostinato.engine.stats import MemoryStat
 from ostinato.errors import ConfigError
@@ -32,6 +34,7 @@ from ostinato.sampling.grammar import GrammarCompiler
 from ostinato.scheduler import Scheduler
 from ostinato.weights.base import Checkpoint
 from ostinato.weights.checkpoint import open_checkpoint
+from ostinato.weights.fingerprint import fingerprint
 
 logger = logging.getLogger("ostinato")
 
@@ -48,6 +51,7 @@ class Built:
     model_config: ModelConfig
     weights: memory.WeightMemory
     pool: memory.KVPool
+    connector: KVConnector | None
     budget: memory.Budget | None  # None on the CPU, which is not the engine's alone
     dtype: torch.dtype
     device: torch.device
@@ -74,6 +78,8 @@ class Built:
     def close(self) -> None:
         """Destroys the recordings as one set, then frees the memory. Nothing may be in flight."""
         self.engine.runner.close()
+        if self.connector is not None:
+            self.connector.close()
         self.pool.close()
         self.weights.close()
 
@@ -103,15 +109,25 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
     weights = memory.WeightMemory(model_config, dtype, device)
     undo.callback(weights.close)
     load_weights(config, checkpoint, model_config, weights.weights)
-    model = Decoder(model_config, weights.weights, max_model_len=max_model_len, compile_layers=config.compiles)
+    model = Decoder(
+        model_config,
+        weights.weights,
+        max_model_len=max_model_len,
+        compile_layers=config.compiles,
+        batch_invariant=config.batch_invariant,
+    )
     clock.lap("weights")
     tokenizer = checkpoint.tokenizer()
     clock.lap("tokenizer")
 
     pool = _make_pool(config, model_config, dtype, device, max_model_len)
     undo.callback(pool.close)
+    connector = _make_connector(config, checkpoint, pool)
+    if connector is not None:
+        undo.callback(connector.close)
     dispatcher = Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs)
-    runner = make_runner(config, model, pool, dispatcher, max_model_len)
+    worker = None if connector is None else connector.worker
+    runner = make_runner(config, model, pool, dispatcher, max_model_len, worker)
     undo.callback(runner.close)
     clock.lap("buffers")
     warm = warm_up(runner)
@@ -139,6 +155,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=max_model_len,
         enable_prefix_caching=config.enable_prefix_caching,
+        connector=None if connector is None else connector.scheduler,
     )
     enable_check(config, runner, scheduler)
     if config.check and config.poison:
@@ -153,6 +170,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
         eos_token_ids=eos,
         vocab_size=vocab_size,
         max_in_flight=num_in_flight(config, device),
+        connector=connector,
         seed=config.seed,
     )
     clock.lap("scheduler")
@@ -162,6 +180,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
         model_config=model_config,
         weights=weights,
         pool=pool,
+        connector=connector,
         budget=budget,
         dtype=dtype,
         device=device,
@@ -177,7 +196,12 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
 
 
 def make_runner(
-    config: EngineConfig, model: Decoder, pool: memory.KVPool, dispatcher: Dispatcher, max_model_len: int
+    config: EngineConfig,
+    model: Decoder,
+    pool: memory.KVPool,
+    dispatcher: Dispatcher,
+    max_model_len: int,
+    connector: KVConnectorWorker | None,
 ) -> Runner:
     """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay."""
     weights, model_config = model.weights.embed, model.config
@@ -205,6 +229,7 @@ def make_runner(
         block_size=config.block_size,
         max_in_flight=in_flight,
         capture=Capture(config.capture),
+        connector=connector,
     )
 
 
@@ -336,6 +361,19 @@ def _make_pool(
     pool = memory.KVPool(model_config, config.block_size, dtype, device, most=most)
     pool.resize(most)
     return pool
+
+
+def _make_connector(config: EngineConfig, checkpoint: Checkpoint, pool: memory.KVPool) -> KVConnector | None:
+    if config.kv_transfer_config is None:
+        return None
+    if not config.enable_prefix_caching:
+        raise ConfigError("kv_transfer_config finds KV by the hashes of prefixes: leave enable_prefix_caching on")
+    return make_connector(
+        config.kv_transfer_config,
+        pool.storage,
+        block_size=config.block_size,
+        model=lambda: f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint),
+    )
 
 
 def _eos_token_ids(checkpoint: Checkpoint, from_tokenizer: frozenset[int]) -> frozenset[int]:

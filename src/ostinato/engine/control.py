@@ -115,7 +115,7 @@ def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) ->
         raise
     finally:
         if written:
-            engine.scheduler.preempt_all()
+            engine.scheduler.preempt_all(weights_changed=True)
     if written == places.keys():
         engine.set_there(WEIGHTS)
     engine.runner.verify_statics()
@@ -127,7 +127,7 @@ def reload_weights(built: Built) -> None:
     _require_mapped(built)
     built.engine.settle()
     checkpoint = open_checkpoint(built.config.model, built.config.load_format)
-    built.engine.scheduler.preempt_all()
+    built.engine.scheduler.preempt_all(weights_changed=True)
     load_weights(built.config, checkpoint, built.model_config, built.weights.weights)
     built.engine.set_there(WEIGHTS)
     built.engine.runner.verify_statics()
@@ -229,7 +229,8 @@ def _same_sizes(one: EngineConfig, other: EngineConfig) -> bool:
 def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, progress: Progress | None) -> None:
     """State and buffers of other sizes, so everything is recorded again; the old ones stay until all has succeeded."""
     engine, old = built.engine, built.engine.runner
-    new = make_runner(config, old.model, built.pool, dispatcher, built.max_model_len)
+    worker = None if built.connector is None else built.connector.worker
+    new = make_runner(config, old.model, built.pool, dispatcher, built.max_model_len, worker)
     try:
         warm = warm_up(new)
         new.record(recording_progress(progress))

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 
+from ostinato.connectors.protocol import KVConnector
 from ostinato.engine.output import Delta, OutputState
 from ostinato.errors import CapacityError, ConfigError, UnavailableError
 from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams, TokenGrammar
@@ -17,6 +18,9 @@ from ostinato.step import StepPlan
 from ostinato.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("ostinato")
+
+CONNECTOR_WAIT_S = 0.05
+"""For how long a step waits at most when all there is to run waits for KV from a connector."""
 
 RECORDING_SHARE = 0.05
 """Of the time while requests run, what may go into recording keys that were put off."""
@@ -35,11 +39,12 @@ class Engine:
         eos_token_ids: frozenset[int],
         vocab_size: int,
         max_in_flight: int,
+        connector: KVConnector | None,
         seed: int,
     ) -> None:
         self.scheduler, self.runner, self.tokenizer, self._grammars = scheduler, runner, tokenizer, grammars
         self.eos_token_ids, self.vocab_size = eos_token_ids, vocab_size
-        self._max_in_flight, self._seed = max_in_flight, seed
+        self._max_in_flight, self._connector, self._seed = max_in_flight, connector, seed
         self._in_flight: deque[InFlight] = deque()
         self._outputs: dict[str, OutputState] = {}
         self._num_requests = 0
@@ -120,7 +125,10 @@ class Engine:
                 break
             self._in_flight.append(self._launch(plan))
         if not self._in_flight:
-            if self.scheduler.has_unfinished:
+            if self._connector is not None and self.scheduler.num_deferred:
+                self._connector.scheduler.wait_for_change(CONNECTOR_WAIT_S)
+                self._tell_connector()
+            elif self.scheduler.has_unfinished:
                 raise CapacityError(
                     "requests wait, nothing runs and nothing can be planned: a defect, please report it"
                 )
@@ -185,6 +193,10 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _tell_connector(self) -> None:
+        if self._connector is not None:
+            self._connector.scheduler.update_connector_output(self._connector.worker.get_finished())
+
     def _take_settled(self) -> list[Delta]:
         deltas, self._settled = self._settled, []
         return deltas
@@ -192,6 +204,7 @@ class Engine:
     def _collect(self) -> list[Delta]:
         oldest = self._in_flight.popleft()
         result = self.runner.collect(oldest)
+        self._tell_connector()
         for request_id, rows in (result.prompt_logprobs or {}).items():
             if (output := self._outputs.get(request_id)) is not None:
                 output.add_prompt_logprobs(rows)

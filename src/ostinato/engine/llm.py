@@ -128,6 +128,7 @@ class LLM:
             recordings=recording_stats(runner.store.table()),
             startup_s=dict(built.seconds),
             asleep=built.engine.missing,
+            connector=None if built.connector is None else built.connector.scheduler.stats(),
         )
 
     # -- between steps -----------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ostinato.connectors.protocol import ConnectorStats
 from ostinato.graphs.dispatch import StepCount
 
 if TYPE_CHECKING:
@@ -108,3 +109,4 @@ class EngineStats:
     recordings: tuple[RecordingStat, ...]
     startup_s: dict[str, float]
     asleep: tuple[str, ...]
+    connector: ConnectorStats | None

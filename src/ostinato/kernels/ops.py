@@ -25,11 +25,14 @@ __all__ = [
     "add_rms_norm",
     "advance",
     "attention",
+    "copy_blocks",
     "decode_attention",
     "embed",
     "few_gate_up_silu",
     "few_linear_residual",
     "few_norm_linear",
+    "invariant_attention",
+    "invariant_linear",
     "kv_write",
     "logprobs",
     "prepare",
@@ -38,6 +41,7 @@ __all__ = [
     "sample",
     "scatter",
     "silu_mul",
+    "wait_loaded",
 ]
 
 
@@ -67,7 +71,7 @@ class SamplingState(NamedTuple):
 class _Op(NamedTuple):
     name: str
     cpu: str
-    cuda: str
+    cuda: str | None  # None: nobody needs it there
     schema: str
     meta: Callable[..., Tensor | None]
 
@@ -163,6 +167,30 @@ _OPS: Final = (
         "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual) -> ()",
         _no_output,
     ),
+    _Op(
+        "copy_blocks",
+        "reference_blocks",
+        "triton_blocks",
+        "(Tensor source, Tensor(a!) target, Tensor source_ids, Tensor target_ids, int first_layer, int num_layers) "
+        "-> ()",
+        _no_output,
+    ),
+    _Op("wait_loaded", "reference_blocks", None, "(Tensor(a!) pending, int layer) -> ()", _no_output),
+    _Op(
+        "invariant_linear",
+        "reference_invariant",
+        "triton_invariant",
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "invariant_attention",
+        "reference_invariant",
+        "triton_invariant",
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
+        "Tensor seq_lens, float scale, int num_rows, Tensor(a!) out) -> ()",
+        _no_output,
+    ),
     _Op("embed", "reference", "triton_step", "(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()", _no_output),
     _Op("scatter", "reference", "triton_step", "(Tensor(a!) arena, Tensor patches, int count) -> ()", _no_output),
     _Op(
@@ -211,10 +239,11 @@ def _imported_at_first_call(module: str, name: str) -> Callable[..., Any]:
 def _register(library: torch.library.Library) -> torch.library.Library:
     # `Library.impl` and not `torch.library.custom_op`: the latter wraps every call in several Python layers.
     for op in _OPS:
-        cpu, cuda = _imported_at_first_call(op.cpu, op.name), _imported_at_first_call(op.cuda, op.name)
         library.define(op.name + op.schema)
-        for key, function in (("CPU", cpu), ("CUDA", cuda), ("Meta", op.meta)):
-            library.impl(op.name, function, key)
+        library.impl(op.name, _imported_at_first_call(op.cpu, op.name), "CPU")
+        library.impl(op.name, op.meta, "Meta")
+        if op.cuda is not None:
+            library.impl(op.name, _imported_at_first_call(op.cuda, op.name), "CUDA")
     return library
 
 
@@ -231,11 +260,15 @@ _silu_mul: Final = torch.ops.ostinato.silu_mul.default
 _few_norm_linear: Final = torch.ops.ostinato.few_norm_linear.default
 _few_gate_up_silu: Final = torch.ops.ostinato.few_gate_up_silu.default
 _few_linear_residual: Final = torch.ops.ostinato.few_linear_residual.default
+_invariant_linear: Final = torch.ops.ostinato.invariant_linear.default
+_invariant_attention: Final = torch.ops.ostinato.invariant_attention.default
 _embed: Final = torch.ops.ostinato.embed.default
 _scatter: Final = torch.ops.ostinato.scatter.default
 _sample: Final = torch.ops.ostinato.sample.default
 _logprobs: Final = torch.ops.ostinato.logprobs.default
 _advance: Final = torch.ops.ostinato.advance.default
+_copy_blocks: Final = torch.ops.ostinato.copy_blocks.default
+_wait_loaded: Final = torch.ops.ostinato.wait_loaded.default
 
 
 def prepare(
@@ -446,6 +479,33 @@ def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual
     _few_linear_residual(x, weight, bias, residual)
 
 
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """`out = x @ weight.T + bias`, where a row of `out` has the same bits whatever other rows there are.
+
+    `x [T, K]`, `weight [N, K]` contiguous, `bias [N]`, `out! [T, N]`, all of one dtype. Products are summed in float32
+    in an order that K, N and the dtype determine, and the sum, bias included, is rounded once.
+    """
+    _invariant_linear(x, weight, bias, out)
+
+
+def invariant_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    out: Tensor,
+) -> None:
+    """`attention` with `query_len` 0, where a token's output has the same bits however its prompt was cut into steps
+    and whatever stands beside it: they follow from its query and from the keys and values up to its own position.
+    """
+    _invariant_attention(q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
+
+
 def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:
     """`out! [T, C]` are the rows `token_ids [T]` of `weight [V, C]`, contiguous."""
     _embed(token_ids, weight, out)
@@ -515,3 +575,23 @@ def advance(
         step_count,
         ring,
     )
+
+
+def copy_blocks(
+    source: Tensor, target: Tensor, source_ids: Tensor, target_ids: Tensor, first_layer: int, num_layers: int
+) -> None:
+    """Copies layers `first_layer` to `first_layer + num_layers` of whole KV blocks, as bytes.
+
+    `source [N1, L, E]` uint8, `target! [N2, L, E]` uint8, `source_ids [n]`, `target_ids [n]`: block `source_ids[i]`
+    goes to block `target_ids[i]`. Either tensor may lie in pinned host memory, the ids are where the other one is. E is
+    a multiple of 8. Ids must be valid, and those of the target differ.
+    """
+    _copy_blocks(source, target, source_ids, target_ids, first_layer, num_layers)
+
+
+def wait_loaded(pending: Tensor, layer: int) -> None:
+    """CPU only: returns when `pending[layer]`, which another thread writes, is 0. On CUDA an event does this.
+
+    `pending [L]`. Raises OstinatoError where it becomes negative: what was waited for will not come.
+    """
+    _wait_loaded(pending, layer)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.kernels.reference import rope
 
-__all__ = ["attention", "decode_attention", "kv_write"]
+__all__ = ["Row", "attention", "decode_attention", "kv_write", "live_rows"]
 
 # Bounds the float32 score matrix of a long prompt at heads * 256 * length.
 _MAX_QUERIES_PER_CHUNK = 256
@@ -62,11 +62,7 @@ def attention(
     """
     block_size = k_cache.shape[1]
     capacity = block_table.shape[1] * block_size
-    rows = [
-        row
-        for row in _rows(row_slot, query_start, seq_lens, query_len, num_rows, num_tokens=q.shape[0])
-        if row.end > row.start and row.seq_len > 0
-    ]
+    rows = live_rows(row_slot, query_start, seq_lens, query_len, num_rows, num_tokens=q.shape[0])
     out.zero_()
     if not rows:
         return
@@ -118,21 +114,24 @@ def decode_attention(
     attention(q, k_cache, v_cache, block_table, row_slot, no_starts, seq_lens, scale, 1, num_rows, num_splits, out)
 
 
-class _Row(NamedTuple):
+class Row(NamedTuple):
+    """A row of a step: its state row, its length, and the step's tokens that are its own."""
+
     slot: int
     seq_len: int
     start: int
     end: int
 
 
-def _rows(
+def live_rows(
     row_slot: Tensor, query_start: Tensor, seq_lens: Tensor, query_len: int, num_rows: int, num_tokens: int
-) -> list[_Row]:
-    """What the device arrays say about each row, token ranges clamped to the step."""
+) -> list[Row]:
+    """What the arrays of `attention` say about each row that has tokens and keys, token ranges clamped to the step."""
     ends = range(0, (num_rows + 1) * query_len, query_len) if query_len > 0 else query_start[: num_rows + 1].tolist()
     edges = [min(end, num_tokens) for end in ends]
     slots, lengths = row_slot[:num_rows].tolist(), seq_lens[:num_rows].tolist()
-    return [_Row(*fields) for fields in zip(slots, lengths, edges[:-1], edges[1:], strict=True)]
+    rows = (Row(*fields) for fields in zip(slots, lengths, edges[:-1], edges[1:], strict=True))
+    return [row for row in rows if row.end > row.start and row.seq_len > 0]
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, seq_len: int, out: Tensor) -> None:

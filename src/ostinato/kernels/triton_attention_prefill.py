@@ -77,8 +77,9 @@ def prefill_kernel(
     BLOCK_SIZE: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
+    INVARIANT: tl.constexpr,
 ):
-    """Grid (cdiv(T, NUM_QUERIES // GROUP) + R, G)."""
+    """Grid (cdiv(T, NUM_QUERIES // GROUP) + R, G). INVARIANT: a query's bits do not depend on the queries beside it."""
     BLOCK: tl.constexpr = NUM_QUERIES // GROUP
     # Late query blocks of a row see the most keys: they start first, so that none is left for the end.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -114,7 +115,10 @@ def prefill_kernel(
         visible = tl.minimum(num_before + offset + 1, kv_len)
         seen_by_all = tl.maximum(tl.minimum(num_before + first_query + 1, kv_len), 0)
         seen_by_any = tl.maximum(tl.minimum(num_before + tl.minimum(first_query + BLOCK, num_queries), kv_len), 0)
-        num_full_tiles = seen_by_all // TILE
+        # The masked step and the other may be contracted to different instructions, and which of them a query takes
+        # through a tile depends on the queries in its block: so that its bits do not, all take the masked one. What a
+        # tile adds to a query that sees none of it is exactly nothing: weights of 0, and a maximum that stays.
+        num_full_tiles = 0 if INVARIANT else seen_by_all // TILE
 
         acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
@@ -148,8 +152,10 @@ def prefill_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    invariant: bool = False,
 ) -> None:
-    """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous."""
+    """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous. `invariant`:
+    as `ops.invariant_attention`."""
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
@@ -163,6 +169,6 @@ def prefill_attention(
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out.stride(0), out.stride(1),
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.head_pad, BLOCK_SIZE=block_size,
-        NUM_QUERIES=config.num_queries, TILE=config.tile,
+        NUM_QUERIES=config.num_queries, TILE=config.tile, INVARIANT=invariant,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

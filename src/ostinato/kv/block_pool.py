@@ -8,7 +8,7 @@ ones, the longest free first (LRU). Every operation is O(1) per block.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from ostinato.errors import CapacityError, ConfigError, OstinatoError
@@ -44,10 +44,11 @@ class BlockStates:
 class BlockPool:
     """Reference-counted block ids 1 .. num_blocks - 1. Raises ConfigError for fewer than two blocks."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, on_evict: Callable[[int, bytes], None] | None = None) -> None:
+        """`on_evict(block_id, digest)` hears of a block whose content is about to be given up for another."""
         if num_blocks < 2:
             raise ConfigError(f"num_blocks={num_blocks}: must be at least 2, the scratch block and one to hand out")
-        self._num_blocks = num_blocks
+        self._num_blocks, self._on_evict = num_blocks, on_evict
         self._refs = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._by_hash: dict[bytes, int] = {}
@@ -188,5 +189,7 @@ class BlockPool:
             assert digest is not None
             del self._by_hash[digest]
             self._hashes[block_id] = None
+            if self._on_evict is not None:
+                self._on_evict(block_id, digest)
         self._refs[block_id] = 1
         return block_id

@@ -6,7 +6,7 @@ manager never waits and never takes from anyone: it says that it is short, and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ostinato.errors import ConfigError
@@ -39,6 +39,7 @@ class KVManager:
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool = True
+    on_evict: Callable[[int, bytes], None] | None = None
     prefix_query_tokens: int = field(default=0, init=False)  # known tokens of the requests that were looked up
     prefix_hit_tokens: int = field(default=0, init=False)  # how many of them the cache held
     _pool: BlockPool = field(init=False, repr=False)
@@ -48,7 +49,7 @@ class KVManager:
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise ConfigError(f"block_size={self.block_size}: must be at least 1 token")
-        self._pool = BlockPool(self.num_blocks)
+        self._pool = BlockPool(self.num_blocks, self.on_evict)
 
     @property
     def num_free(self) -> int:
@@ -87,12 +88,16 @@ class KVManager:
         if not self.enable_prefix_caching or request.params.prompt_logprobs is not None:
             return PrefixHit()
         block_ids: list[int] = []
-        for digest in self._digests(request)[: (len(request.tokens) - 1) // self.block_size]:
+        for digest in self.hashes_to_match(request):
             block_id = self._pool.lookup(digest)
             if block_id is None:
                 break
             block_ids.append(block_id)
         return PrefixHit(tuple(block_ids), len(block_ids) * self.block_size)
+
+    def hashes_to_match(self, request: Request) -> Sequence[bytes]:
+        """Digests of the full blocks that a cached prefix may have: all but the last known token's."""
+        return self._digests(request)[: (len(request.tokens) - 1) // self.block_size]
 
     def num_taken(self, hit: PrefixHit, num_tokens: int) -> int:
         """Free blocks that a table for `num_tokens` tokens beginning with `hit` would use up."""
@@ -129,16 +134,19 @@ class KVManager:
         self._tables[request.request_id].block_ids += new
         return new
 
-    def register_full_blocks(self, request: Request, num_tokens: int) -> None:
-        """The first `num_tokens` tokens are known and their KV is written: make their full blocks findable."""
+    def register_full_blocks(self, request: Request, num_tokens: int) -> list[tuple[int, bytes]]:
+        """The first `num_tokens` tokens are known and their KV is written: make their full blocks findable. Returns
+        those that were not before, with their digests."""
         table = self._tables[request.request_id]
         num_full = num_tokens // self.block_size
         if not self.enable_prefix_caching or not table.cacheable or num_full <= table.num_registered:
-            return
+            return []
         digests = self._digests(request)
-        for index in range(table.num_registered, num_full):
-            self._pool.register(table.block_ids[index], digests[index])
+        blocks = [(table.block_ids[index], digests[index]) for index in range(table.num_registered, num_full)]
+        for block_id, digest in blocks:
+            self._pool.register(block_id, digest)
         table.num_registered = num_full
+        return blocks
 
     def detach(self, request_id: str) -> list[int]:
         """Take the table away from the request. Its blocks stay held until they are given to `release`."""

@@ -25,6 +25,10 @@ class KVStorage:
         return self.pool.shape[0]
 
     @property
+    def num_layers(self) -> int:
+        return self.pool.shape[1]
+
+    @property
     def block_bytes(self) -> int:
         return self.pool[0].numel() * self.pool.element_size()
 

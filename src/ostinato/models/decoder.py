@@ -18,7 +18,13 @@ import torch
 from ostinato.kernels import ops
 from ostinato.kernels.few_configs import max_few_rows
 from ostinato.models.config import ModelConfig
-from ostinato.models.projections import CompiledProjections, FewRowProjections, PlainProjections, Projections
+from ostinato.models.projections import (
+    CompiledProjections,
+    FewRowProjections,
+    InvariantProjections,
+    PlainProjections,
+    Projections,
+)
 from ostinato.models.rope import cos_sin_table
 from ostinato.models.weights import DecoderWeights, LayerWeights
 
@@ -50,22 +56,33 @@ class Workspace:
 
 
 class Decoder:
-    """Parameters and the forward pass. Holds no request state and no cache."""
+    """Parameters and the forward pass. Holds no request state and no cache.
+
+    `batch_invariant`: a token's bits depend on its request alone. Excludes `compile_layers`.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, *, max_model_len: int, compile_layers: bool = False
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        max_model_len: int,
+        compile_layers: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.config = config
         self.weights = weights
         device = weights.embed.device
         self.cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, device)
         self.scale = config.head_dim**-0.5
+        self.batch_invariant = batch_invariant
         self._plain: Projections = CompiledProjections() if compile_layers else PlainProjections()
+        if batch_invariant:
+            self._plain = InvariantProjections()
         self._few: Projections = FewRowProjections()
         half = weights.embed.dtype in (torch.float16, torch.bfloat16)
-        self._max_few_rows = (
-            max_few_rows(config.hidden_size) if device.type == "cuda" and half and not compile_layers else 0
-        )
+        streams = device.type == "cuda" and half and not compile_layers and not batch_invariant
+        self._max_few_rows = max_few_rows(config.hidden_size) if streams else 0
 
     def forward(
         self,
@@ -90,7 +107,7 @@ class Decoder:
         for layer, (k_cache, v_cache) in zip(self.weights.layers[:num_layers], caches[:num_layers], strict=True):
             project.qkv(layer, delta, stream, eps, qkv)
             attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
-            if args.query_len != 1:
+            if not attend.fused:
                 attend.rotate()
             cut("attention", attend)
             delta = project.mlp(layer, attention_out, stream, eps)
@@ -125,7 +142,8 @@ class _Attention:
     """Write this step's K and V, then attend. Called inside a graph, or between two as an eager segment: it holds views
     of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive.
 
-    A step with one token a row does everything, rope included, in one op. Any other rotates first, inside the graph.
+    A step with one token a row does everything, rope included, in one op. Any other rotates first, inside the graph;
+    so does every step that is to be batch-invariant, since decode and prompt must then run the same kernels.
     """
 
     model: Decoder
@@ -139,6 +157,10 @@ class _Attention:
     args: AttentionArgs
     out: torch.Tensor
 
+    @property
+    def fused(self) -> bool:
+        return self.args.query_len == 1 and not self.model.batch_invariant
+
     def rotate(self) -> None:
         model, layer = self.model, self.layer
         eps = model.config.rms_norm_eps
@@ -146,7 +168,7 @@ class _Attention:
 
     def __call__(self) -> None:
         model, layer, a = self.model, self.layer, self.args
-        if a.query_len == 1:
+        if self.fused:
             ops.decode_attention(
                 self.query,
                 self.key,
@@ -171,6 +193,20 @@ class _Attention:
             )
             return
         ops.kv_write(self.key, self.value, self.k_cache, self.v_cache, a.slot_mapping)
+        if model.batch_invariant:
+            ops.invariant_attention(
+                self.query,
+                self.k_cache,
+                self.v_cache,
+                a.block_table,
+                a.row_slot,
+                a.query_start,
+                a.seq_lens,
+                model.scale,
+                a.num_rows,
+                self.out,
+            )
+            return
         ops.attention(
             self.query,
             self.k_cache,

@@ -1,4 +1,4 @@
-"""The matrix products of a layer and what is fused around them, in three versions that compute the same.
+"""The matrix products of a layer and what is fused around them, in four versions that compute the same.
 
 `stream` is the residual stream [T, C]. A version either adds what attention and MLP give to it at once, or hands it on
 as `delta` for the next norm to add: `mlp` returns what is still to be added, or None.
@@ -78,6 +78,36 @@ class FewRowProjections:
 
     def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         ops.few_norm_linear(stream, weights.norm, weights.head, None, eps, out)
+
+
+class InvariantProjections:
+    """Any number of tokens, each with the same bits whatever the others are (`ops.invariant_linear`)."""
+
+    def qkv(
+        self, layer: LayerWeights, delta: torch.Tensor | None, stream: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        if delta is None:
+            normed = ops.rms_norm(stream, layer.input_norm, eps)
+        else:
+            normed = ops.add_rms_norm(delta, stream, layer.input_norm, eps)
+        ops.invariant_linear(normed, layer.qkv, layer.qkv_bias, out)
+
+    def mlp(
+        self, layer: LayerWeights, attention_out: torch.Tensor, stream: torch.Tensor, eps: float
+    ) -> torch.Tensor | None:
+        delta = _invariant_linear(attention_out, layer.o, layer.o_bias)
+        normed = ops.add_rms_norm(delta, stream, layer.post_norm, eps)
+        gate_up = _invariant_linear(normed, layer.gate_up, layer.gate_up_bias)
+        return _invariant_linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+
+    def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+        ops.invariant_linear(ops.rms_norm(stream, weights.norm, eps), weights.head, None, out)
+
+
+def _invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    ops.invariant_linear(x, weight, bias, out)
+    return out
 
 
 class CompiledProjections(PlainProjections):

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ostinato.kernels import ops
 from ostinato.models.decoder import Decoder
 from ostinato.runner.inputs import StepBuffers
 from ostinato.step import PromptRows, TokenLogprobs
 
-_CHUNK_ROWS = 64  # prompt positions whose [V] float32 logits exist at once
+_CHUNK_ROWS = 64  # prompt positions whose [V] logits exist at once
+_COLUMNS = 22  # of the tables of `ops.logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +56,9 @@ class PromptLogprobs:
     first: int
     target_ids: tuple[int, ...]
     chosen: torch.Tensor  # [n] float32
-    ranks: torch.Tensor  # [n] int64
+    ranks: torch.Tensor  # [n] int32
     top_values: torch.Tensor  # [n, K] float32
-    top_ids: torch.Tensor  # [n, K] int64
+    top_ids: torch.Tensor  # [n, K] int32
 
     def rows(self) -> PromptRows:
         chosen, ranks = self.chosen.tolist(), self.ranks.tolist()
@@ -72,16 +74,22 @@ def prompt_logprobs(
     model: Decoder, stream: torch.Tensor, first: int, target_ids: Sequence[int], num_top: int
 ) -> PromptLogprobs:
     """`stream` [n, hidden] are the final states, before the norm, that predict `target_ids`, the prompt's tokens from
-    number `first` on. Eager, behind the step."""
-    pieces: list[tuple[torch.Tensor, ...]] = []
-    targets = torch.tensor(target_ids, dtype=torch.int64, device=stream.device)
-    for begin in range(0, len(target_ids), _CHUNK_ROWS):
-        rows, wanted = stream[begin : begin + _CHUNK_ROWS], targets[begin : begin + _CHUNK_ROWS, None]
-        raw = model.logits(rows, rows.new_empty((rows.shape[0], model.config.vocab_size))).float()
-        table = torch.log_softmax(raw, dim=-1)
-        chosen = table.gather(1, wanted)
-        ranks = (table > chosen).sum(dim=-1) + 1
-        top = table.topk(num_top, dim=-1)
-        pieces.append((chosen[:, 0], ranks, top.values, top.indices))
-    joined = [torch.cat(parts) for parts in zip(*pieces, strict=True)]
-    return PromptLogprobs(first, tuple(target_ids), *joined)
+    number `first` on. Eager, behind the step.
+
+    Through the op that serves outputs too: torch's log_softmax on CUDA sums a row in an order that depends on the row's
+    alignment, so on its place among the others where V is odd.
+    """
+    num_tokens, device = len(target_ids), stream.device
+    targets = torch.tensor(target_ids, dtype=torch.int32, device=device)
+    values = torch.empty((num_tokens, _COLUMNS), device=device)
+    ids = torch.empty((num_tokens, _COLUMNS), dtype=torch.int32, device=device)
+    every_row = torch.arange(min(num_tokens, _CHUNK_ROWS), dtype=torch.int32, device=device)
+    wanted = torch.full((every_row.shape[0] + 1,), num_top, dtype=torch.int32, device=device)  # + 1: the scratch row
+    for begin in range(0, num_tokens, _CHUNK_ROWS):
+        part = slice(begin, min(begin + _CHUNK_ROWS, num_tokens))
+        # a copy, so that the rows' address is aligned wherever in the step they stand
+        rows = stream[part].clone()
+        logits = model.logits(rows, rows.new_empty((rows.shape[0], model.config.vocab_size)))
+        ops.logprobs(logits, every_row, wanted, targets[part], values[part], ids[part])
+    top = slice(2, 2 + num_top)
+    return PromptLogprobs(first, tuple(target_ids), values[:, 0], ids[:, 1], values[:, top], ids[:, top])

@@ -7,6 +7,7 @@ all calls of it, and differ only in the `cut` they pass.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import NamedTuple, cast
 import numpy as np
 import torch
 
+from ostinato.connectors.protocol import KVConnectorWorker
 from ostinato.errors import OstinatoError, StaleGraphError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.capture import record_all
@@ -84,6 +86,7 @@ class Runner:
         block_size: int,
         max_in_flight: int,
         capture: Capture = Capture.EAGER,
+        connector: KVConnectorWorker | None = None,
     ) -> None:
         self.model, self.storage, self.state, self.buffers = model, storage, state, buffers
         self.backend, self.dispatcher = backend, dispatcher
@@ -92,6 +95,7 @@ class Runner:
         self.statics = Statics()
         self.store = GraphStore(self.statics)
         self._block_size, self._capture = block_size, capture
+        self._connector = connector
         self._pending = PendingKeys((), on_demand=False)
         self._available: Collection[tuple[RuntimeMode, BatchKey]] | None = None  # None: all that can be picked
         self._cuda = state.arena.device.type == "cuda"
@@ -116,6 +120,8 @@ class Runner:
             self.statics.add(f"weights.{name}", _weight_getter(model.weights, name))
         self.statics.add("rope.cos_sin", lambda: model.cos_sin)
         self.statics.add("kv.pool", lambda: storage.pool)
+        for name, tensor in () if connector is None else connector.named():
+            self.statics.add(name, partial(_same, tensor))
 
     # -- recording ---------------------------------------------------------------------------------------------------
 
@@ -285,19 +291,24 @@ class Runner:
 
     def _launch(self, plan: StepPlan) -> InFlight:
         shape = BatchShape(plan.num_tokens, plan.num_rows, plan.query_len)
-        decision = self._pick(shape)
+        connector, meta = self._connector, plan.connector_meta
+        decision = self._pick(shape, connector is not None and connector.requires_piecewise_for_cudagraph(meta))
         self.history.add(plan, decision)
         self.counters.record(decision, shape)
         self._stage(plan)
         if self._checker is not None:
             self._checker.follow(plan)
         self._live_rows = plan.num_rows
+        if connector is not None:
+            connector.start_load_kv(meta)
         if self._observer is None:
             self._run(decision, plan)
         else:
             self._observer.launching(plan, decision)
             self._run(decision, plan)
             self._observer.launched(plan)
+        if connector is not None:
+            connector.wait_for_save()
         wanted = tuple(self._wanted_logprobs[row.slot] for row in plan.rows) if self._any_logprobs else ()
         fetched = logprobs.fetch(self.buffers, plan.num_rows) if any(count >= 0 for count in wanted) else None
         prompt = self._prompt_logprobs(plan) if self._prompts else {}
@@ -309,10 +320,11 @@ class Runner:
         self._num_launched += 1
         return InFlight(plan, decision, ring_row, event, wanted, fetched, prompt)
 
-    def _pick(self, shape: BatchShape) -> Decision:
+    def _pick(self, shape: BatchShape, force_piecewise: bool) -> Decision:
+        wanted = self.dispatcher.pick(shape, force_piecewise=force_piecewise)
         if self._available is None:
-            return self.dispatcher.pick(shape)
-        decision, wanted = self.dispatcher.pick(shape, available=self._available), self.dispatcher.pick(shape)
+            return wanted
+        decision = self.dispatcher.pick(shape, available=self._available, force_piecewise=force_piecewise)
         if wanted.key != decision.key or wanted.mode is not decision.mode:
             self._pending.ask(wanted.mode, wanted.key)
         return decision
@@ -381,6 +393,8 @@ class Runner:
             buffers.seq_lens,
             buffers.logit_index,
         )
+        if self._connector is not None:
+            cut = self._with_connector(self._connector, mode, cut)
         self.model.forward(
             buffers.token_ids[: key.num_tokens],
             buffers.positions[: key.num_tokens],
@@ -395,6 +409,20 @@ class Runner:
             cut("head", lambda: self._head(self._live_rows, query_len))
         else:
             cut("head", lambda: self._head(key.num_rows, query_len))
+
+    def _with_connector(self, connector: KVConnectorWorker, mode: RuntimeMode, cut: Cut) -> Cut:
+        """A step waits for each layer's KV before its attention: in the graph, and in host code where there is some."""
+        layers = itertools.count()
+
+        def wait_and_cut(name: str, op: Callable[[], None]) -> None:
+            if name != "attention":
+                cut(name, op)
+                return
+            layer = next(layers)
+            connector.wait_in_graph(layer)
+            cut(name, op if mode is RuntimeMode.FULL else partial(_between_hooks, connector, layer, op))
+
+        return wait_and_cut
 
     def _head(self, num_rows: int, query_len: int) -> None:
         state, buffers = self.state, self.buffers
@@ -494,6 +522,12 @@ class Runner:
                     )
             first += row.num_tokens
         return found
+
+
+def _between_hooks(connector: KVConnectorWorker, layer: int, op: Callable[[], None]) -> None:
+    connector.wait_for_layer_load(layer)
+    op()
+    connector.save_kv_layer(layer)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -69,11 +69,12 @@ class Draft:
         if samples and request.grammar is not None:
             self._masks.append(TokenMask(slot, request.grammar.mask()))
 
-    def build(self, step_id: int) -> tuple[StepPlan, list[Request]]:
+    def build(self, step_id: int, connector_meta: object | None = None) -> tuple[StepPlan, list[Request]]:
         """The plan, its rows by slot so that a steady batch looks the same at every step, and each row's request."""
         rows, requests = self._rows, self._requests
         if not self._sorted:
             places = sorted(range(len(rows)), key=lambda place: rows[place].slot)
             rows, requests = [rows[place] for place in places], [requests[place] for place in places]
-        plan = StepPlan(step_id, tuple(rows), tuple(self._admissions), tuple(self._appends), tuple(self._masks))
+        changes = (tuple(self._admissions), tuple(self._appends), tuple(self._masks))
+        plan = StepPlan(step_id, tuple(rows), *changes, connector_meta)
         return plan, requests

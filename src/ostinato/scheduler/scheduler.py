@@ -23,8 +23,9 @@ import heapq
 from bisect import insort
 from typing import NamedTuple
 
+from ostinato.connectors.protocol import KVConnectorScheduler
 from ostinato.errors import ConfigError, OstinatoError
-from ostinato.kv.manager import KVManager
+from ostinato.kv.manager import KVManager, PrefixHit
 from ostinato.request import FinishReason, Request, RequestStatus, TokenGrammar
 from ostinato.scheduler.draft import Draft, num_planned
 from ostinato.scheduler.in_flight import InFlight
@@ -61,15 +62,19 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         enable_prefix_caching: bool = True,
+        connector: KVConnectorScheduler | None = None,
     ) -> None:
+        self._connector = connector
         self._limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len)
-        self._kv = KVManager(num_blocks, block_size, enable_prefix_caching)
+        on_evict = None if connector is None else connector.block_evicted
+        self._kv = KVManager(num_blocks, block_size, enable_prefix_caching, on_evict)
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # best first
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest goes first, which keeps batches dense
         self._in_flight = InFlight()
         self._unadmitted: set[str] = set()  # running, but the device's row knows nothing of them yet
+        self._num_deferred = 0
         self._num_added = 0
         self._num_steps = 0
         self._num_preemptions = 0
@@ -82,6 +87,11 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    @property
+    def num_deferred(self) -> int:
+        """Of those that wait, the ones that the last plan left for later because KV is on its way to them."""
+        return self._num_deferred
 
     @property
     def num_running(self) -> int:
@@ -152,7 +162,8 @@ class Scheduler:
             self._plan_waiting(draft)
         if not draft:
             return None
-        plan, requests = draft.build(self._num_steps)
+        meta = None if self._connector is None else self._connector.build_connector_meta()
+        plan, requests = draft.build(self._num_steps, meta)
         self._num_steps += 1
         self._in_flight.add(plan, requests)
         return plan
@@ -181,7 +192,9 @@ class Scheduler:
             end = start + num_tokens
             # one token fills a block only at the block's end; a preempted request's table is gone
             if (num_tokens > 1 or end % block_size == 0) and request.status is RequestStatus.RUNNING:
-                self._kv.register_full_blocks(request, end)
+                blocks = self._kv.register_full_blocks(request, end)
+                if blocks and self._connector is not None:
+                    self._connector.blocks_computed(blocks)
             if samples:
                 finished = False
                 if token_id in request.stop_token_ids or len(request.tokens) >= request.max_length:
@@ -194,13 +207,18 @@ class Scheduler:
     def discard(self, plan: StepPlan, message: str) -> list[Request]:
         """A planned step was not launched, or cannot be collected: fail its requests and forget it. Returns them."""
         failed = [request for request in self._in_flight.drop(plan.step_id) if not request.finished]
+        if self._connector is not None and plan.connector_meta is not None:
+            self._connector.step_dropped(plan.connector_meta)
         for request in failed:
             self._end(request, FinishReason.ERROR, message)
         self._release_due()
         return failed
 
-    def preempt_all(self) -> None:
-        """The KV cache loses its content: every running request will be recomputed, and no prefix is found any more."""
+    def preempt_all(self, *, weights_changed: bool = False) -> None:
+        """The KV cache loses its content: every running request will be recomputed, and no prefix is found any more;
+        nor in a connector, if the content itself does not hold."""
+        if weights_changed:
+            self.forget_prefixes()
         self._kv.forget_contents()
         while self._running:
             self._preempt(self._running[-1])
@@ -208,6 +226,8 @@ class Scheduler:
     def forget_prefixes(self) -> None:
         """Cached prefixes no longer hold (the weights changed): new requests compute all of theirs."""
         self._kv.forget_contents()
+        if self._connector is not None:
+            self._connector.forget_contents()
 
     def resize_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Other limits from the next step on, over a request state that is new too. Running requests keep their blocks
@@ -306,6 +326,14 @@ class Scheduler:
         return self._kv.num_freed_by([*self._in_flight.held_tables, *ending])
 
     def _plan_waiting(self, draft: Draft) -> None:
+        """Requests whose KV is on its way from elsewhere let others go first."""
+        deferred: list[Request] = []
+        self._admit_waiting(draft, deferred)
+        self._num_deferred = len(deferred)
+        for request in deferred:
+            self._waiting.push(request)
+
+    def _admit_waiting(self, draft: Draft, deferred: list[Request]) -> None:
         while self._waiting and self._free_slots and draft.budget > 0:
             request = self._waiting.peek()
             if request.status is RequestStatus.PREEMPTED and self._in_flight.involves(request):
@@ -315,12 +343,28 @@ class Scheduler:
             num_taken = self._kv.num_taken(hit, self._num_with_room(request, 1))
             if num_taken + self._num_blocks_reserved() > self._kv.num_free:
                 return
-            num_tokens = min(num_known - hit.num_tokens, draft.budget)
-            block_ids = self._kv.allocate(request, hit, hit.num_tokens + num_tokens)
+            num_external = self._num_external(request, hit)
+            if num_external is None:
+                deferred.append(self._waiting.pop())
+                continue
+            num_cached = hit.num_tokens + num_external
+            num_tokens = min(num_known - num_cached, draft.budget)
+            block_ids = self._kv.allocate(request, hit, num_cached + num_tokens)
             assert block_ids is not None, "the blocks were there a moment ago"
+            if self._connector is not None:
+                self._connector.update_state_after_alloc(request, block_ids, hit.num_tokens, num_external)
             self._waiting.pop()
-            self._admit(request, hit.num_tokens, block_ids, draft)
+            self._admit(request, num_cached, block_ids, draft)
             draft.run(request, num_tokens)
+
+    def _num_external(self, request: Request, hit: PrefixHit) -> int | None:
+        """Tokens after the hit whose KV the connector can load; None when it does not know yet."""
+        if self._connector is None or not self._kv.enable_prefix_caching:
+            return 0
+        if request.params.prompt_logprobs is not None:  # they come from running the prompt
+            return 0
+        hashes = self._kv.hashes_to_match(request)
+        return self._connector.get_num_new_matched_tokens(request, hashes, hit.num_tokens)
 
     def _num_with_room(self, request: Request, num_more: int) -> int:
         """KV of the planned tokens and of `num_more` after them, as far as the request may get."""
@@ -368,6 +412,8 @@ class Scheduler:
         request.stop_reason = stop_reason
         request.num_in_flight = 0
         self._kv.forget(request.request_id)
+        if self._connector is not None:
+            self._connector.request_finished(request)
         del self._requests[request.request_id]
 
     def _let_go(self, request: Request) -> None:

@@ -36,7 +36,8 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
             choices = {**shape, **tile_choices(config), "QUERY_LEN": query_len, "SPLIT": split}
             yield decode_kernel, choices, config.num_warps, config.num_stages
         ragged = prefill_config(head_size, ELEMENT_SIZE)
-        yield prefill_kernel, {**shape, **tile_choices(ragged)}, ragged.num_warps, ragged.num_stages
+        choices = {**shape, **tile_choices(ragged), "INVARIANT": head_size == 256}
+        yield prefill_kernel, choices, ragged.num_warps, ragged.num_stages
     padded = {"HEAD_SIZE": 128, "HEAD_PAD": 128}
     yield combine_kernel, {**padded, "SPLITS_PAD": 128, "CHUNK": 16}, 4, 3
     yield kv_write_kernel, {**padded, "NUM_HEADS": 8, "HEADS_PAD": 8, "BLOCK_SIZE": 16}, 4, 3

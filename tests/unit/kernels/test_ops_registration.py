@@ -48,6 +48,16 @@ def example(name: str) -> tuple[Any, ...]:
         return (*heads, ints(1, 2, 3), torch.randn(9, 8), torch.randn(8), torch.randn(8), 1e-5)
     if name == "silu_mul":
         return (torch.randn(3, 14),)
+    if name == "invariant_linear":
+        return (torch.randn(3, 10), torch.randn(4, 10), torch.randn(4), torch.zeros(3, 4))
+    if name == "invariant_attention":
+        caches = (torch.randn(5, BLOCK_SIZE, 2, 8), torch.randn(5, BLOCK_SIZE, 2, 8))
+        query_start, seq_lens = ints(0, 2, 3), ints(5, 2)
+        return (torch.randn(3, 4, 8), *caches, filled(1, 3, 3), ints(0, 2), query_start, seq_lens, 0.5, 2,
+                torch.zeros(3, 4, 8))  # fmt: skip
+    if name == "copy_blocks":
+        source, target = (torch.randint(0, 255, (count, 3, 16), dtype=torch.uint8) for count in (4, 5))
+        return (source, target, ints(3, 0), ints(1, 4), 1, 2)
     logits, slots = torch.randn(3, NUM_VOCAB), ints(0, 1, 2)
     if name == "sample":
         sampling = sampling_state(NUM_SLOTS, NUM_VOCAB, temperature=[0.0, 1.0, 1.0], flags=[1, 0, 2], top_p=[0.5] * 3)
@@ -57,7 +67,21 @@ def example(name: str) -> tuple[Any, ...]:
     raise AssertionError(name)
 
 
-NAMES = ["prepare", "rms_norm", "add_rms_norm", "rope", "silu_mul", "embed", "scatter", "sample", "logprobs", "advance"]
+NAMES = [
+    "invariant_linear",
+    "invariant_attention",
+    "prepare",
+    "rms_norm",
+    "add_rms_norm",
+    "rope",
+    "silu_mul",
+    "embed",
+    "scatter",
+    "sample",
+    "logprobs",
+    "advance",
+    "copy_blocks",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,1 @@
+"""KV that comes from elsewhere and goes elsewhere: host memory, disk, another process."""

@@ -1,0 +1,262 @@
+"""The worker's side of connectors that keep blocks in host memory: copies between the KV pool and host blocks.
+
+On CUDA both directions run on a stream of their own, as a kernel that reads or writes pinned host memory itself, with
+an event a layer; steps wait for those events, by name of the layer, where and how `Wait` says. On the CPU a thread
+copies, and a step waits for a counter in memory instead of an event.
+
+N blocks of the pool, L layers, E elements of a block's layer, L * E of a block.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+import torch
+
+from ostinato.connectors.protocol import Wait
+from ostinato.kernels import ops
+from ostinato.kv.storage import KVStorage
+
+logger = logging.getLogger("ostinato")
+
+__all__ = ["BlockMover", "Copy", "HostBlocks", "Transfers"]
+
+
+class Copy(NamedTuple):
+    """One block: its place in host memory and in the pool."""
+
+    host: int
+    block_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """What one step has to move. Saves come first: a block may be saved and then loaded with another content."""
+
+    number: int
+    saves: tuple[Copy, ...] = ()
+    loads: tuple[Copy, ...] = ()
+
+
+class HostBlocks:
+    """`blocks` [num_blocks, L, E] in host memory, pinned where the pool is on a CUDA device."""
+
+    def __init__(self, storage: KVStorage, num_blocks: int) -> None:
+        shape = (num_blocks, storage.num_layers, storage.block_bytes // storage.num_layers)
+        self.blocks = torch.empty(shape, dtype=torch.uint8, pin_memory=storage.pool.is_cuda)
+
+    def bytes_of(self, index: int) -> memoryview:
+        """One block, all layers: a view, which others may write."""
+        return memoryview(cast(Any, self.blocks[index].reshape(-1).numpy()))
+
+
+class BlockMover:
+    """`delay_s`, for tests, is slept before each layer of a load."""
+
+    def __init__(self, storage: KVStorage, host: HostBlocks, wait: Wait, *, delay_s: float = 0.0) -> None:
+        self._wait = wait
+        self._pool = storage.pool.flatten(2).view(torch.uint8)  # [N, L, E]
+        self._host = host.blocks
+        self._num_layers = storage.num_layers
+        self._lanes: _Lanes = (
+            _StreamLanes(storage.pool.device, self._num_layers)
+            if storage.pool.is_cuda
+            else _ThreadLanes(self._num_layers, delay_s)
+        )
+        self._loading = False
+
+    @property
+    def wait(self) -> Wait:
+        return self._wait
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._lanes.named()
+
+    def requires_piecewise_for_cudagraph(self, meta: object | None) -> bool:
+        return self._wait is Wait.HOOKS and isinstance(meta, Transfers) and bool(meta.loads)
+
+    def start_load_kv(self, meta: object | None) -> None:
+        self._loading = False
+        self._lanes.forget_failure()
+        if meta is None:
+            return
+        assert isinstance(meta, Transfers)
+        self._loading = bool(meta.loads)
+        saves, loads = self._copies(meta.saves, load=False), self._copies(meta.loads, load=True)
+        self._lanes.start(meta.number, saves, loads)
+        if self._loading and self._wait is Wait.STEP:
+            for layer in range(self._num_layers):
+                self._lanes.wait(layer)
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        if self._loading and self._wait is Wait.HOOKS:
+            self._lanes.wait(layer)
+
+    def save_kv_layer(self, layer: int) -> None:
+        """Blocks are saved whole, once they are complete."""
+
+    def wait_in_graph(self, layer: int) -> None:
+        if self._wait is Wait.EVENTS:
+            self._lanes.wait(layer)
+
+    def wait_for_save(self) -> None:
+        """`start_load_kv` has made the step wait already."""
+
+    def get_finished(self) -> Sequence[object]:
+        return self._lanes.finished()
+
+    def close(self) -> None:
+        self._lanes.close()
+
+    def _copies(self, copies: Sequence[Copy], *, load: bool) -> _LayerCopy | None:
+        """Copies of a run of layers, of all these blocks. None for no blocks."""
+        if not copies:
+            return None
+        host, pool = self._host, self._pool
+        hosts = torch.tensor([copy.host for copy in copies], dtype=torch.int32)
+        blocks = torch.tensor([copy.block_id for copy in copies], dtype=torch.int32)
+        if pool.is_cuda:
+            hosts = hosts.pin_memory().to(pool.device, non_blocking=True)
+            blocks = blocks.pin_memory().to(pool.device, non_blocking=True)
+
+        def copy(first_layer: int, num_layers: int) -> None:
+            if load:
+                ops.copy_blocks(host, pool, hosts, blocks, first_layer, num_layers)
+            else:
+                ops.copy_blocks(pool, host, blocks, hosts, first_layer, num_layers)
+
+        return copy
+
+
+_LayerCopy = Callable[[int, int], None]
+"""`copy(first_layer, num_layers)`"""
+
+
+class _Lanes(Protocol):
+    """Where copies run, beside the steps."""
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What steps read to know how far a load is."""
+
+    def forget_failure(self) -> None:
+        """A load that failed has failed its step: it is nothing to later ones."""
+
+    def start(self, number: int, saves: _LayerCopy | None, loads: _LayerCopy | None) -> None:
+        """Begins both, saves first. Whatever is launched afterwards comes after the saves."""
+
+    def wait(self, layer: int) -> None:
+        """What follows comes after the newest load of this layer."""
+
+    def finished(self) -> list[object]:
+        """Numbers of what is done since the last call."""
+
+    def close(self) -> None: ...
+
+
+class _StreamLanes:
+    """A stream beside that of the steps. It never waits for them: a block that is saved was completed by a step that
+    has been collected, and one that is loaded was free since before (the scheduler's fences). So no step can wait for a
+    load that waits for the step."""
+
+    def __init__(self, device: torch.device, num_layers: int) -> None:
+        self._num_layers = num_layers
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.Stream()
+            self._events = [torch.cuda.Event(external=True) for _ in range(num_layers)]
+        self._under_way: list[tuple[int, torch.cuda.Event]] = []
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from ()
+
+    def forget_failure(self) -> None:
+        """The device tells of its faults itself."""
+
+    def start(self, number: int, saves: _LayerCopy | None, loads: _LayerCopy | None) -> None:
+        steps = torch.cuda.current_stream()
+        with torch.cuda.stream(self._stream):
+            if saves is not None:
+                saves(0, self._num_layers)
+                saved = torch.cuda.Event()
+                saved.record(self._stream)
+                steps.wait_event(saved)
+            if loads is not None:
+                for layer in range(self._num_layers):
+                    loads(layer, 1)
+                    self._events[layer].record(self._stream)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        self._under_way.append((number, done))
+
+    def wait(self, layer: int) -> None:
+        self._events[layer].wait()
+
+    def finished(self) -> list[object]:
+        done: list[object] = []
+        while self._under_way and self._under_way[0][1].query():
+            done.append(self._under_way.pop(0)[0])
+        return done
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+class _ThreadLanes:
+    """A thread. `pending` [L] int32 is 1 while a layer is being loaded, 0 when it is there, -1 when that failed."""
+
+    def __init__(self, num_layers: int, delay_s: float) -> None:
+        self._pending = torch.zeros(num_layers, dtype=torch.int32)
+        self._delay_s = delay_s
+        self._closed = threading.Event()
+        self._jobs: queue.SimpleQueue[tuple[int, _LayerCopy | None] | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ostinato-kv", daemon=True)
+        self._thread.start()
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield "connector.pending", self._pending
+
+    def forget_failure(self) -> None:
+        self._pending.clamp_(min=0)
+
+    def start(self, number: int, saves: _LayerCopy | None, loads: _LayerCopy | None) -> None:
+        if saves is not None:
+            saves(0, len(self._pending))
+        if loads is not None:
+            for layer in range(len(self._pending)):  # the step before may still wait for a load of its own
+                self.wait(layer)
+            self._pending.fill_(1)
+        self._jobs.put((number, loads))
+
+    def wait(self, layer: int) -> None:
+        ops.wait_loaded(self._pending, layer)
+
+    def finished(self) -> list[object]:
+        done: list[object] = []
+        while not self._done.empty():
+            done.append(self._done.get())
+        return done
+
+    def close(self) -> None:
+        self._closed.set()
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            number, loads = job
+            if loads is not None:
+                try:
+                    for layer in range(len(self._pending)):
+                        self._closed.wait(self._delay_s)
+                        loads(layer, 1)
+                        self._pending[layer] = 0
+                except Exception:
+                    logger.exception("loading KV failed")
+                    self._pending.fill_(-1)
+                    continue
+            self._done.put(number)

@@ -1,0 +1,142 @@
+"""What a KV connector is: a scheduler's side, which decides, and a worker's side, which moves. vLLM's names where vLLM
+has the thing (`vllm.distributed.kv_transfer.kv_connector.v1`). No torch.
+
+The two sides talk through one object a step, which the engine carries and does not look into. Blocks are named by
+their place in the pool and by the digest of the whole prefix that they end (`kv.prefix`). Only blocks of live requests,
+or of the prefix cache, are ever shown to a connector; the scratch block and padding are not.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from ostinato.request import Request
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ConnectorStats", "KVConnector", "KVConnectorScheduler", "KVConnectorWorker", "Wait"]
+
+
+class Wait(enum.StrEnum):
+    """How a step waits for KV that is on its way to the pool.
+
+    STEP: as a whole, before it begins. HOOKS: layer by layer, in host code between graphs: a step with something to
+    wait for then runs PIECEWISE, others as ever. EVENTS: layer by layer, by an event that the recorded graph itself
+    waits for.
+    """
+
+    STEP = "step"
+    HOOKS = "hooks"
+    EVENTS = "events"
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorStats:
+    """Since the start. `hit_tokens` of `query_tokens` that the prefix cache did not hold came from the connector."""
+
+    query_tokens: int = 0
+    hit_tokens: int = 0
+    loaded_blocks: int = 0
+    saved_blocks: int = 0
+    held_blocks: int = 0
+    capacity_blocks: int = 0
+
+
+class KVConnectorScheduler(Protocol):
+    """Called on the engine's thread while steps are planned and taken in. Ids and counts only."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, block_hashes: Sequence[bytes], num_computed_tokens: int
+    ) -> int | None:
+        """Tokens beyond the first `num_computed_tokens`, in full blocks, whose KV can be loaded. `block_hashes` are
+        those of the blocks that may be: not of the last known token's. None: not known yet, ask at a later step."""
+
+    def update_state_after_alloc(
+        self, request: Request, block_ids: Sequence[int], num_computed_tokens: int, num_external_tokens: int
+    ) -> None:
+        """The request has its table `block_ids`, and the `num_external_tokens` after `num_computed_tokens` are to be
+        loaded by the step that is being planned. Zero of them: nothing is."""
+
+    def blocks_computed(self, blocks: Sequence[tuple[int, bytes]]) -> None:
+        """Blocks of a live request whose content is complete and can now be found by its digest."""
+
+    def block_evicted(self, block_id: int, block_hash: bytes) -> None:
+        """The step that is being planned takes this block for another content: the last chance to save it."""
+
+    def build_connector_meta(self) -> object | None:
+        """What the worker's side has to do for the step that was just planned; None for nothing."""
+
+    def update_connector_output(self, finished: Sequence[object]) -> None:
+        """What the worker's side reports as done (`get_finished`)."""
+
+    def step_dropped(self, meta: object) -> None:
+        """The step of this meta was not launched, and whether its transfers were begun is unknown."""
+
+    def request_finished(self, request: Request) -> None:
+        """The request is over, or has lost its blocks."""
+
+    def forget_contents(self) -> None:
+        """What was saved so far holds no more: the weights have changed."""
+
+    def wait_for_change(self, timeout_s: float) -> None:
+        """Nothing can run before `get_num_new_matched_tokens` knows more: returns when it may, or after the time."""
+
+    def stats(self) -> ConnectorStats: ...
+
+    def close(self) -> None:
+        """After the worker's side. Safe to call twice."""
+
+
+class KVConnectorWorker(Protocol):
+    """Called where steps are launched."""
+
+    @property
+    def wait(self) -> Wait: ...
+
+    def named(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors at fixed addresses that recorded steps read, with names for errors."""
+
+    def requires_piecewise_for_cudagraph(self, meta: object | None) -> bool:
+        """Whether this step needs host code in its layers. Asked for each step."""
+
+    def start_load_kv(self, meta: object | None) -> None:
+        """Before a step is launched: begins what its meta asks for. The step may overwrite blocks that are being saved,
+        so it must be made to wait for that; not for loads, unless `wait` is STEP."""
+
+    def wait_for_layer_load(self, layer: int) -> None:
+        """HOOKS: on the host, before this layer's attention."""
+
+    def save_kv_layer(self, layer: int) -> None:
+        """HOOKS: on the host, after this layer's attention."""
+
+    def wait_in_graph(self, layer: int) -> None:
+        """EVENTS: issues the wait for this layer's load, to be recorded or done."""
+
+    def wait_for_save(self) -> None:
+        """After a step was launched: all of its saves are under way."""
+
+    def get_finished(self) -> Sequence[object]:
+        """What is done since the last call, for the scheduler's side. Does not wait."""
+
+    def close(self) -> None:
+        """Waits for what is under way, then lets memory and threads go. Safe to call twice."""
+
+
+@dataclass(frozen=True, slots=True)
+class KVConnector:
+    """Both sides of one connector."""
+
+    scheduler: KVConnectorScheduler
+    worker: KVConnectorWorker
+
+    def close(self) -> None:
+        self.worker.close()
+        self.scheduler.close()
+
+
+Options = dict[str, Any]
+"""`kv_connector_extra_config`."""

@@ -65,9 +65,11 @@ def alone(request: pytest.FixtureRequest, tiny_model: TinyFactory) -> tuple[str,
 
 @pytest.mark.parametrize("mode", MODES)
 def test_batches_in_every_mode(alone: tuple[str, Bits], mode: str) -> None:
-    """3, 8 and 16 at once, in steps of 7, 24 and 64 tokens, which cut prompts at odd places beside decoding rows."""
+    """3, 8 and 16 at once, in steps of 7, 24 and 64 tokens, which cut prompts at odd places beside decoding rows.
+    Qwen3, whose heads are normed too, in the first of these."""
     path, expected = alone
-    for max_num_seqs, max_num_batched_tokens in ((3, 7), (8, 24), (16, 64)):
+    sizes = ((3, 7), (8, 24), (16, 64))
+    for max_num_seqs, max_num_batched_tokens in sizes if "llama" in path else sizes[:1]:
         found = run(
             path,
             max_num_seqs=max_num_seqs,
@@ -100,9 +102,9 @@ def test_preemption(alone: tuple[str, Bits]) -> None:
     prompt and outputs in one go."""
     path, _ = alone
     prompts, params = prompts_of((15, 12, 14, 11, 13, 9), 160, seed=71), greedy(14, logprobs=2)
-    with open_llm(path, max_num_seqs=1, enable_prefix_caching=False) as llm:
+    with open_llm(path, max_num_seqs=1, enable_prefix_caching=False, cudagraph_mode="NONE") as llm:
         expected = bits_of(llm.generate(prompts, params))
-    with open_llm(path, num_gpu_blocks_override=8, enable_prefix_caching=False) as llm:
+    with open_llm(path, num_gpu_blocks_override=8, enable_prefix_caching=False, cudagraph_mode="NONE") as llm:
         assert bits_of(llm.generate(prompts, params)) == expected
         assert llm.stats().preemptions > 0
 

@@ -110,18 +110,17 @@ def test_every_chunk_of_a_prompt_in_the_reference(
     whole = prompt_case(head_size, group, num_kv_heads, dtype)
     expected = attend(whole, reference_invariant.invariant_attention, "cpu")
     for begin in range(0, LENGTH):
-        for end in range(begin + 1, LENGTH + 1, 1 if dtype == torch.float32 and group == 2 else 5):
+        for end in range(begin + 1, LENGTH + 1, 1 if dtype == torch.float32 and group == 2 else 9):
             out = attend(step_of(whole, begin, end, first=True), reference_invariant.invariant_attention, "cpu")
             assert torch.equal(out[: end - begin], expected[begin:end]), (begin, end)
             assert torch.equal(out[end - begin :], expected[LENGTH:]), (begin, end)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("head_size", "group"), [(16, 2), (80, 3)])
+@pytest.mark.parametrize(("head_size", "group", "dtype"), [(16, 2, torch.float32), (80, 3, torch.float16)])
 def test_a_prompt_in_chunks_in_triton(head_size: int, group: int, dtype: torch.dtype) -> None:
     """Chunks on block edges, around them, and of one token. A few: interpreted, each takes a tenth of a second."""
     whole = prompt_case(head_size, group, 1, dtype)
     attention = triton_invariant.invariant_attention
     expected = attend(whole, attention, DEVICE)
-    for cuts in ([1], [16, 32], [15, 17, 33], [7, 28], [36, 37, 38, 39]):
+    for cuts in ([1], [16, 32], [15, 17, 33], [38, 39]):
         assert_cut(whole, attention, DEVICE, cuts, expected)

@@ -29,6 +29,9 @@ from ostinato.server.serving import DEFAULT_MAX_BODY_BYTES
 
 logger = logging.getLogger("ostinato")
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted, as uvicorn has it."""
+
 FLUSH_S = 10
 """How long clients may take to read the rest of their answers once all are made, or the engine has failed."""
 
@@ -69,6 +72,7 @@ def _listen(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
+        sock.listen(BACKLOG)  # now, so that whoever reads in the log that it listens can connect
     except OSError as error:
         raise ConfigError(
             f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"

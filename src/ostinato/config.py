@@ -1,6 +1,6 @@
 """Every option of the engine, with vLLM's names where vLLM has the thing, checked before anything is built.
 
-No torch here: dtypes and devices are names until `engine.build` turns them into objects.
+No torch here: dtypes and devices are names until `engine.resolve` turns them into objects.
 """
 
 from __future__ import annotations

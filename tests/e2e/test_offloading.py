@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import time
 from typing import Any
 
 import pytest
 
 from ostinato import LLM, ConfigError
 from ostinato.connectors.protocol import ConnectorStats, Wait
+from ostinato.kernels import ops
 
 from .conftest import TinyFactory
 from .driving import ALWAYS, counts_of, greedy, launches
@@ -22,9 +24,7 @@ def model(tiny_model: TinyFactory) -> TinyModel:
     return tiny_model("Qwen3", num_hidden_layers=3)
 
 
-def open_llm(
-    model: TinyModel, *, wait: str = "events", delay_s: float = 0.0, host_bytes: int = 1 << 24, **options: Any
-) -> LLM:
+def open_llm(model: TinyModel, *, wait: str = "events", host_bytes: int = 1 << 24, **options: Any) -> LLM:
     settings: dict[str, Any] = {
         "max_model_len": 128,
         "max_num_seqs": 4,
@@ -33,7 +33,7 @@ def open_llm(
         "check": ALWAYS,
         "kv_transfer_config": {
             "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, "wait": wait, "delay_s": delay_s},
+            "kv_connector_extra_config": {"cpu_bytes_to_use": host_bytes, "wait": wait},
         },
         **options,
     }
@@ -65,19 +65,34 @@ def test_what_the_pool_forgets_comes_back(model: TinyModel, mode: str, wait: str
         llm.engine.scheduler.check_integrity()
 
 
+def slow_copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Copies of single layers, which loads are, begin 50 ms late. Returns the layers, as they are copied."""
+    original, layers = ops.copy_blocks, []
+
+    def copy_blocks(source: Any, target: Any, source_ids: Any, target_ids: Any, first: int, num_layers: int) -> None:
+        if num_layers == 1:
+            time.sleep(0.05)
+            layers.append(first)
+        original(source, target, source_ids, target_ids, first, num_layers)
+
+    monkeypatch.setattr(ops, "copy_blocks", copy_blocks)
+    return layers
+
+
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_slow_loader_is_waited_for(model: TinyModel, wait: str) -> None:
+def test_a_slow_loader_is_waited_for(model: TinyModel, wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """50 ms a layer, on a prompt that hits entirely, beside others that decode. A graph that waits by events stays
     whole; host hooks make this one step, and no other, PIECEWISE."""
     prompt = prompts_of((65,), 160, seed=81)[0]
     others = prompts_of((5, 9), 160, seed=82)
-    with open_llm(model, wait=wait, delay_s=0.05, num_gpu_blocks_override=14) as llm:
+    with open_llm(model, wait=wait, num_gpu_blocks_override=14) as llm:
         expected = llm.generate(prompt, greedy(6))[0].outputs[0].token_ids
         for other in LONG:  # which take the pool
             llm.generate(other, greedy(3))
         states = [llm.engine.add_request(f"o{i}", other, greedy(20)) for i, other in enumerate(others)]
         while min(state.num_tokens for state in states) < 4:
             llm.engine.step()
+        late = slow_copies(monkeypatch)
         with launches(llm) as launched:
             hit = llm.engine.add_request("hit", prompt, greedy(6))
             while llm.engine.has_unfinished:
@@ -86,6 +101,7 @@ def test_a_slow_loader_is_waited_for(model: TinyModel, wait: str) -> None:
         assert [row.num_tokens for row in loading.plan.rows] == [1, 1, 1]
         assert loading.decision.mode.value == ("PIECEWISE" if wait == "hooks" else "FULL")
         assert all(step.decision.mode.value == "FULL" for step in launched if step is not loading)
+        assert late == [0, 1, 2]
         assert hit.request.num_cached_tokens == 64
         assert hit.request.output_token_ids == expected == model.greedy(prompt, 6)
         for other, state in zip(others, states, strict=True):
@@ -181,6 +197,7 @@ def test_a_step_that_was_not_launched_saved_nothing(model: TinyModel, monkeypatc
         ({"kv_connector": "Nixl"}, "kv_connector='Nixl': must be one of .*OffloadingConnector"),
         ({"kv_connector": "OffloadingConnector", "rank": 1}, "unknown rank; the fields are kv_connector"),
         ({"kv_connector": "OffloadingConnector", "kv_role": "x"}, "kv_role='x'"),
+        ({"kv_connector": "OffloadingConnector", "kv_role": "kv_producer"}, "keeps what it gives, kv_both"),
         (
             {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"wait": "no"}},
             "wait='no': must be step",

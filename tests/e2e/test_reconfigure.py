@@ -219,7 +219,10 @@ def test_a_recording_that_fails_leaves_everything_in_place(
 
 
 def fail_at(monkeypatch: pytest.MonkeyPatch, llm: LLM, number: int) -> None:
+    """The backend cannot begin its `number`-th recording from now on. Keys are run before they are recorded, as on
+    CUDA, which advances the device's count of steps."""
     backend = type(llm.engine.runner.backend)
+    monkeypatch.setattr(backend, "needs_warm_up", True)
     original, calls = backend.begin, []
 
     def begin(self: Any, statics: Any) -> None:

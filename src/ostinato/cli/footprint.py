@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.config import EngineConfig
-from ostinato.engine.build import resolve_dtype, resolve_ladders, resolve_max_model_len
+from ostinato.engine.resolve import resolve_dtype, resolve_ladders, resolve_max_model_len
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.models.config import ModelConfig, parse_config
 from ostinato.models.weights import allocate, check_names, destinations

@@ -50,12 +50,6 @@ class HostIndex:
         slot = self._slots[digest] = self._free.pop()
         return slot
 
-    def discard(self, digest: bytes) -> None:
-        """It is not here any more."""
-        slot = self._slots.pop(digest, None)
-        if slot is not None:
-            self._let_go(slot)
-
     def hold(self, slots: Iterable[int]) -> None:
         """Each once more."""
         self._holds.update(slots)
@@ -71,13 +65,9 @@ class HostIndex:
 
     def clear(self) -> None:
         """Nothing is here any more."""
-        slots = list(self._slots.values())
+        for slot in self._slots.values():
+            if self._holds[slot]:
+                self._lost.add(slot)
+            else:
+                self._free.append(slot)
         self._slots.clear()
-        for slot in slots:
-            self._let_go(slot)
-
-    def _let_go(self, slot: int) -> None:
-        if self._holds[slot]:
-            self._lost.add(slot)
-        else:
-            self._free.append(slot)

@@ -14,7 +14,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -50,15 +50,11 @@ class HostBlocks:
         shape = (num_blocks, storage.num_layers, storage.block_bytes // storage.num_layers)
         self.blocks = torch.empty(shape, dtype=torch.uint8, pin_memory=storage.pool.is_cuda)
 
-    def bytes_of(self, index: int) -> memoryview:
-        """One block, all layers: a view, which others may write."""
-        return memoryview(cast(Any, self.blocks[index].reshape(-1).numpy()))
-
 
 class BlockMover:
-    """`delay_s`, for tests, is slept before each layer of a load."""
+    """`wait`: how steps wait for loads."""
 
-    def __init__(self, storage: KVStorage, host: HostBlocks, wait: Wait, *, delay_s: float = 0.0) -> None:
+    def __init__(self, storage: KVStorage, host: HostBlocks, wait: Wait) -> None:
         self._wait = wait
         self._pool = storage.pool.flatten(2).view(torch.uint8)  # [N, L, E]
         self._host = host.blocks
@@ -66,7 +62,7 @@ class BlockMover:
         self._lanes: _Lanes = (
             _StreamLanes(storage.pool.device, self._num_layers)
             if storage.pool.is_cuda
-            else _ThreadLanes(self._num_layers, delay_s)
+            else _ThreadLanes(self._num_layers)
         )
         self._loading = False
 
@@ -208,10 +204,8 @@ class _StreamLanes:
 class _ThreadLanes:
     """A thread. `pending` [L] int32 is 1 while a layer is being loaded, 0 when it is there, -1 when that failed."""
 
-    def __init__(self, num_layers: int, delay_s: float) -> None:
+    def __init__(self, num_layers: int) -> None:
         self._pending = torch.zeros(num_layers, dtype=torch.int32)
-        self._delay_s = delay_s
-        self._closed = threading.Event()
         self._jobs: queue.SimpleQueue[tuple[int, _LayerCopy | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ostinato-kv", daemon=True)
@@ -242,7 +236,6 @@ class _ThreadLanes:
         return done
 
     def close(self) -> None:
-        self._closed.set()
         self._jobs.put(None)
         self._thread.join()
 
@@ -252,7 +245,6 @@ class _ThreadLanes:
             if loads is not None:
                 try:
                     for layer in range(len(self._pending)):
-                        self._closed.wait(self._delay_s)
                         loads(layer, 1)
                         self._pending[layer] = 0
                 except Exception:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ostinato.request import Request
 
@@ -136,7 +136,3 @@ class KVConnector:
     def close(self) -> None:
         self.worker.close()
         self.scheduler.close()
-
-
-Options = dict[str, Any]
-"""`kv_connector_extra_config`."""

@@ -63,15 +63,14 @@ def _offloading(context: ConnectorContext) -> KVConnector:
     from ostinato.connectors.mover import BlockMover, HostBlocks
     from ostinato.connectors.offloading import OffloadingScheduler
 
-    context.check_options({"cpu_bytes_to_use", "wait", "delay_s"})
+    context.check_options({"cpu_bytes_to_use", "wait"})
+    if context.role != "kv_both":
+        raise ConfigError(f"kv_role={context.role!r}: OffloadingConnector keeps what it gives, kv_both")
     size = context.storage.block_bytes
     capacity = max(1, context.whole("cpu_bytes_to_use", 4 << 30) // size)
     host = HostBlocks(context.storage, capacity)
-    delay_s = float(context.extra.get("delay_s", 0.0))
-    return KVConnector(
-        OffloadingScheduler(capacity, context.block_size),
-        BlockMover(context.storage, host, context.wait(), delay_s=delay_s),
-    )
+    mover = BlockMover(context.storage, host, context.wait())
+    return KVConnector(OffloadingScheduler(capacity, context.block_size), mover)
 
 
 _BUILT_IN: dict[str, Callable[[ConnectorContext], KVConnector]] = {"OffloadingConnector": _offloading}

@@ -15,16 +15,9 @@ from typing import Any
 import torch
 
 from ostinato.config import EngineConfig
-from ostinato.engine.build import (
-    Built,
-    Progress,
-    enable_check,
-    load_weights,
-    make_runner,
-    recording_progress,
-    resolve_ladders,
-    warm_up,
-)
+from ostinato.engine.build import Built, Progress, recording_progress
+from ostinato.engine.parts import connect, load_weights, make_runner, warm_up
+from ostinato.engine.resolve import resolve_ladders
 from ostinato.engine.stats import RecordingStat, recording_stats
 from ostinato.errors import CapacityError, ConfigError, UnavailableError, WeightError
 from ostinato.graphs.dispatch import Dispatcher
@@ -242,7 +235,7 @@ def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, pr
     except BaseException:
         new.close()
         raise
-    enable_check(config, new, engine.scheduler)
+    connect(config, new, engine.scheduler)
     new.take_over(old)
     engine.replace_runner(new)
     engine.scheduler.resize_rows(config.max_num_seqs, config.max_num_batched_tokens)

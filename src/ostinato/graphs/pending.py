@@ -47,9 +47,6 @@ class PendingKeys:
     def __len__(self) -> int:
         return len(self._missing)
 
-    def __contains__(self, index: object) -> bool:
-        return index in self._missing
-
     def __iter__(self) -> Iterator[Index]:
         return iter(tuple(self._missing))
 

@@ -12,11 +12,10 @@ import torch
 
 from ostinato.kernels import ops
 from ostinato.models.decoder import Decoder
-from ostinato.runner.inputs import StepBuffers
+from ostinato.runner.inputs import LOGPROB_COLUMNS, StepBuffers
 from ostinato.step import PromptRows, TokenLogprobs
 
 _CHUNK_ROWS = 64  # prompt positions whose [V] logits exist at once
-_COLUMNS = 22  # of the tables of `ops.logprobs`
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +80,8 @@ def prompt_logprobs(
     """
     num_tokens, device = len(target_ids), stream.device
     targets = torch.tensor(target_ids, dtype=torch.int32, device=device)
-    values = torch.empty((num_tokens, _COLUMNS), device=device)
-    ids = torch.empty((num_tokens, _COLUMNS), dtype=torch.int32, device=device)
+    values = torch.empty((num_tokens, LOGPROB_COLUMNS), device=device)
+    ids = torch.empty((num_tokens, LOGPROB_COLUMNS), dtype=torch.int32, device=device)
     every_row = torch.arange(min(num_tokens, _CHUNK_ROWS), dtype=torch.int32, device=device)
     wanted = torch.full((every_row.shape[0] + 1,), num_top, dtype=torch.int32, device=device)  # + 1: the scratch row
     for begin in range(0, num_tokens, _CHUNK_ROWS):

@@ -210,19 +210,21 @@ class Runner:
         self._stage_rows((), 0)
         self._patches.apply()
         self._live_rows = 1
-        with self.store.unsealed():
-            record_all(
-                self.store,
-                Recorder(self.backend, self.statics),
-                keys,
-                step=self._step,
-                warm=partial(self._step, num_layers=2),
-                cuts=CUTS,
-                progress=progress,
-                collect_garbage=collect_garbage,
-            )
+        try:
+            with self.store.unsealed():
+                record_all(
+                    self.store,
+                    Recorder(self.backend, self.statics),
+                    keys,
+                    step=self._step,
+                    warm=partial(self._step, num_layers=2),
+                    cuts=CUTS,
+                    progress=progress,
+                    collect_garbage=collect_garbage,
+                )
+        finally:
+            self.reset_step_count()
         self.store.seal()
-        self.reset_step_count()
 
     def warm_up(self) -> None:
         """One eager call of the largest ragged step, of padding only: loads kernels, shows the peak of activations."""
@@ -333,9 +335,7 @@ class Runner:
         """Waits until the step is done; its tokens in the plan's row order."""
         try:
             return self._collect(step)
-        except (
-            BaseException
-        ) as error:  # of a step on CUDA too: what goes wrong on the device is raised where it is awaited
+        except BaseException as error:  # on CUDA of the launch too: a fault is raised where the step is awaited
             if not isinstance(error, KeyboardInterrupt):
                 self.history.report(error, "collect", step.plan)
             raise

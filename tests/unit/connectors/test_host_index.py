@@ -43,6 +43,3 @@ def test_what_is_forgotten_while_it_is_held_is_used_again_only_afterwards() -> N
     assert index.add(name(3)) == second
     index.release([first])
     assert index.add(name(4)) == first
-    index.discard(name(4))
-    assert name(4) not in index
-    assert index.add(name(5)) == first

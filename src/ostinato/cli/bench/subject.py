@@ -11,7 +11,7 @@ import torch
 from ostinato.cli.bench.options import with_context
 from ostinato.cli.footprint import Footprint, footprint
 from ostinato.config import EngineConfig
-from ostinato.engine.build import resolve_device
+from ostinato.engine.resolve import resolve_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,151 @@
+"""The parts of an engine, each made from the options and the parts below it. A running engine makes some again."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.config import EngineConfig
+from ostinato.connectors.protocol import KVConnector, KVConnectorWorker
+from ostinato.connectors.registry import make_connector
+from ostinato.engine.resolve import num_in_flight
+from ostinato.errors import ConfigError
+from ostinato.graphs.backends import GraphBackend
+from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.pending import Capture
+from ostinato.models.config import ModelConfig
+from ostinato.models.decoder import Decoder
+from ostinato.models.weights import DecoderWeights, check_names, destinations, fill, fill_random
+from ostinato.runner import memory
+from ostinato.runner.checker import StepChecker
+from ostinato.runner.inputs import StepBuffers
+from ostinato.runner.layout import ArenaLayout
+from ostinato.runner.runner import Runner
+from ostinato.runner.state import RequestState
+from ostinato.scheduler import Scheduler
+from ostinato.weights.base import Checkpoint
+from ostinato.weights.fingerprint import fingerprint
+
+
+def load_weights(
+    config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig, weights: DecoderWeights
+) -> None:
+    """Fills all parameters. Raises WeightError, before any is written, for a checkpoint that does not fit."""
+    if config.load_format == "dummy":
+        fill_random(weights, config.seed)
+        return
+    places = destinations(model_config, weights)
+    infos = checkpoint.tensor_infos()
+    check_names(model_config, places, {name: (info.shape, info.dtype) for name, info in infos.items()})
+    fill(places, checkpoint.tensors())
+
+
+def make_pool(
+    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> memory.KVPool:
+    """On CUDA, addresses for all that the device could hold and memory behind the scratch block alone; on the CPU all
+    of it, which the system commits as it is used."""
+    most = config.num_gpu_blocks_override
+    if device.type == "cuda":
+        size = memory.block_bytes(model_config, config.block_size, dtype)
+        most = most or torch.cuda.mem_get_info(device)[1] // size
+        return memory.KVPool(model_config, config.block_size, dtype, device, most=most)
+    most = most or memory.cpu_num_blocks(
+        model_config, config.block_size, dtype, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+    )
+    pool = memory.KVPool(model_config, config.block_size, dtype, device, most=most)
+    pool.resize(most)
+    return pool
+
+
+def make_backend(device: torch.device) -> GraphBackend:
+    if device.type == "cuda":
+        from ostinato.graphs.cuda import CudaBackend
+
+        return CudaBackend(device)
+    from ostinato.graphs.tape import TapeBackend
+
+    return TapeBackend()
+
+
+def make_kv_connector(config: EngineConfig, checkpoint: Checkpoint, pool: memory.KVPool) -> KVConnector | None:
+    if config.kv_transfer_config is None:
+        return None
+    if not config.enable_prefix_caching:
+        raise ConfigError("kv_transfer_config finds KV by the hashes of prefixes: leave enable_prefix_caching on")
+    return make_connector(
+        config.kv_transfer_config,
+        pool.storage,
+        block_size=config.block_size,
+        model=lambda: f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint),
+    )
+
+
+def make_runner(
+    config: EngineConfig,
+    model: Decoder,
+    pool: memory.KVPool,
+    dispatcher: Dispatcher,
+    max_model_len: int,
+    connector: KVConnectorWorker | None,
+) -> Runner:
+    """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay."""
+    weights, model_config = model.weights.embed, model.config
+    in_flight = num_in_flight(config, weights.device)
+    layout = ArenaLayout(
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        table_width=-(-max_model_len // config.block_size),
+        vocab_size=model_config.vocab_size,
+    )
+    return Runner(
+        model=model,
+        storage=pool.storage,
+        state=RequestState(layout, model_config.vocab_size, weights.device),
+        buffers=StepBuffers(
+            model_config,
+            max_rows=config.max_num_seqs,
+            max_tokens=config.max_num_batched_tokens,
+            ring_depth=in_flight + 1,
+            dtype=weights.dtype,
+            device=weights.device,
+        ),
+        backend=make_backend(weights.device),
+        dispatcher=dispatcher,
+        block_size=config.block_size,
+        max_in_flight=in_flight,
+        capture=Capture(config.capture),
+        connector=connector,
+    )
+
+
+def connect(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> None:
+    """What a runner asks of a scheduler: tables for its history, and where it checks replays, which blocks are free."""
+    runner.history.table_of = scheduler.kv.table
+    if config.check:
+        runner.enable_check(
+            StepChecker(
+                num_replays=config.check,
+                poison=config.poison,
+                state=runner.state,
+                buffers=runner.buffers,
+                storage=runner.storage,
+                block_size=config.block_size,
+                free_blocks=scheduler.kv.empty_blocks,
+            )
+        )
+
+
+def warm_up(runner: Runner) -> memory.Measured:
+    """Runs the largest eager step once, over padding. The CPU has nothing to warm up."""
+    device = runner.state.arena.device
+    before = memory.device_memory(device, trim=True)
+    if before is None:
+        return memory.Measured()
+    torch.cuda.reset_peak_memory_stats(device)
+    allocated = torch.cuda.memory_allocated(device)
+    runner.warm_up()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - allocated
+    after = memory.device_memory(device, trim=True)
+    assert after is not None
+    return memory.Measured(None, library_bytes=after.used - before.used, activation_bytes=int(activations))

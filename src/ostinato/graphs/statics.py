@@ -36,6 +36,8 @@ class StaticIndex:
 
 def _extent(tensor: torch.Tensor) -> int:
     """Bytes from its first element to the end of its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 

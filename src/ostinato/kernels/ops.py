@@ -33,6 +33,7 @@ __all__ = [
     "few_norm_linear",
     "invariant_attention",
     "invariant_linear",
+    "invariant_silu_mul",
     "kv_write",
     "logprobs",
     "prepare",
@@ -146,6 +147,7 @@ _OPS: Final = (
         _no_output,
     ),
     _Op("silu_mul", "reference", "triton_elementwise", "(Tensor gate_up) -> Tensor", _half_as_wide),
+    _Op("invariant_silu_mul", "reference_invariant", "triton_invariant", "(Tensor gate_up) -> Tensor", _half_as_wide),
     _Op(
         "few_norm_linear",
         "reference_few",
@@ -257,6 +259,7 @@ _rms_norm: Final = torch.ops.ostinato.rms_norm.default
 _add_rms_norm: Final = torch.ops.ostinato.add_rms_norm.default
 _rope: Final = torch.ops.ostinato.rope.default
 _silu_mul: Final = torch.ops.ostinato.silu_mul.default
+_invariant_silu_mul: Final = torch.ops.ostinato.invariant_silu_mul.default
 _few_norm_linear: Final = torch.ops.ostinato.few_norm_linear.default
 _few_gate_up_silu: Final = torch.ops.ostinato.few_gate_up_silu.default
 _few_linear_residual: Final = torch.ops.ostinato.few_linear_residual.default
@@ -445,6 +448,12 @@ def rope(
 def silu_mul(gate_up: Tensor) -> Tensor:
     """SwiGLU's product (Shazeer 2020): `silu(gate) * up` of `gate_up [T, 2 I]`, a new `[T, I]`; silu is rounded."""
     out: Tensor = _silu_mul(gate_up)
+    return out
+
+
+def invariant_silu_mul(gate_up: Tensor) -> Tensor:
+    """`silu_mul`, and the bits of a row of `gate_up [T, 2 I]` depend on that row alone."""
+    out: Tensor = _invariant_silu_mul(gate_up)
     return out
 
 

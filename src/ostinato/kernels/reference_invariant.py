@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.kernels.reference_attention import live_rows
 
-__all__ = ["invariant_attention", "invariant_linear"]
+__all__ = ["invariant_attention", "invariant_linear", "invariant_silu_mul"]
 
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
@@ -28,6 +28,15 @@ def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor
         if wide_bias is not None:
             product += wide_bias
         out[t] = product
+
+
+def invariant_silu_mul(gate_up: Tensor) -> Tensor:
+    """See `ops.invariant_silu_mul`. Torch's vectorised exp and the scalar one that ends a thread's share differ in the
+    last bit, so where shares end must not depend on the number of rows."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    for row, (gate, up) in zip(out, (halves.chunk(2) for halves in gate_up), strict=True):
+        torch.mul(torch.nn.functional.silu(gate), up, out=row)
+    return out
 
 
 def invariant_attention(

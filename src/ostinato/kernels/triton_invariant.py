@@ -18,9 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels.triton_attention_prefill import prefill_attention
+from ostinato.kernels.triton_elementwise import silu_mul as invariant_silu_mul  # its tiles follow from the width alone
 from ostinato.kernels.triton_launch import early, start
 
-__all__ = ["LinearConfig", "invariant_attention", "invariant_linear", "invariant_linear_kernel", "linear_config"]
+__all__ = [
+    "LinearConfig",
+    "invariant_attention",
+    "invariant_linear",
+    "invariant_linear_kernel",
+    "invariant_silu_mul",
+    "linear_config",
+]
 
 
 @dataclass(frozen=True, slots=True)

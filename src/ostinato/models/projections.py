@@ -98,7 +98,7 @@ class InvariantProjections:
         delta = _invariant_linear(attention_out, layer.o, layer.o_bias)
         normed = ops.add_rms_norm(delta, stream, layer.post_norm, eps)
         gate_up = _invariant_linear(normed, layer.gate_up, layer.gate_up_bias)
-        return _invariant_linear(ops.silu_mul(gate_up), layer.down, layer.down_bias)
+        return _invariant_linear(ops.invariant_silu_mul(gate_up), layer.down, layer.down_bias)
 
     def head(self, weights: DecoderWeights, stream: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         ops.invariant_linear(ops.rms_norm(stream, weights.norm, eps), weights.head, None, out)

@@ -87,15 +87,15 @@ def test_a_row_has_the_same_bits_among_1_to_70(
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize("size", [96, 1537])
 def test_the_cpus_norm_and_activation_are_row_local(size: int, num_threads: int) -> None:
-    """With two threads and 37 rows of 1537, `silu` of all rows at once is not: see `reference.silu_mul`."""
+    """With two threads and 37 rows of 1537, `silu` of all rows at once is not: see `invariant_silu_mul`."""
     x, weight = torch.randn(70, 2 * size), torch.randn(size)
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        gated = torch.cat([reference.silu_mul(row.clone()) for row in x.split(1)])
+        gated = torch.cat([reference_invariant.invariant_silu_mul(row.clone()) for row in x.split(1)])
         normed = torch.cat([reference.rms_norm(row[:, :size].clone(), weight, 1e-5) for row in x.split(1)])
         for count in range(1, 71):
-            assert torch.equal(reference.silu_mul(x[:count].clone()), gated[:count]), count
+            assert torch.equal(reference_invariant.invariant_silu_mul(x[:count].clone()), gated[:count]), count
             assert torch.equal(reference.rms_norm(x[:count, :size], weight, 1e-5), normed[:count]), count
     finally:
         torch.set_num_threads(before)

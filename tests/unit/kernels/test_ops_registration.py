@@ -46,7 +46,7 @@ def example(name: str) -> tuple[Any, ...]:
     if name == "rope":
         heads = (torch.randn(3, 4, 8), torch.randn(3, 2, 8))
         return (*heads, ints(1, 2, 3), torch.randn(9, 8), torch.randn(8), torch.randn(8), 1e-5)
-    if name == "silu_mul":
+    if name in ("silu_mul", "invariant_silu_mul"):
         return (torch.randn(3, 14),)
     if name == "invariant_linear":
         return (torch.randn(3, 10), torch.randn(4, 10), torch.randn(4), torch.zeros(3, 4))
@@ -70,6 +70,7 @@ def example(name: str) -> tuple[Any, ...]:
 NAMES = [
     "invariant_linear",
     "invariant_attention",
+    "invariant_silu_mul",
     "prepare",
     "rms_norm",
     "add_rms_norm",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -109,28 +109,32 @@ class BlockMover:
     def close(self) -> None:
         self._lanes.close()
 
-    def _copies(self, copies: Sequence[Copy], *, load: bool) -> _LayerCopy | None:
-        """Copies of a run of layers, of all these blocks. None for no blocks."""
+    def _copies(self, copies: Sequence[Copy], *, load: bool) -> _BlockCopies | None:
+        """None for no blocks."""
         if not copies:
             return None
-        host, pool = self._host, self._pool
         hosts = torch.tensor([copy.host for copy in copies], dtype=torch.int32)
         blocks = torch.tensor([copy.block_id for copy in copies], dtype=torch.int32)
-        if pool.is_cuda:
-            hosts = hosts.pin_memory().to(pool.device, non_blocking=True)
-            blocks = blocks.pin_memory().to(pool.device, non_blocking=True)
-
-        def copy(first_layer: int, num_layers: int) -> None:
-            if load:
-                ops.copy_blocks(host, pool, hosts, blocks, first_layer, num_layers)
-            else:
-                ops.copy_blocks(pool, host, blocks, hosts, first_layer, num_layers)
-
-        return copy
+        if load:
+            return _BlockCopies(self._host, self._pool, hosts, blocks)
+        return _BlockCopies(self._pool, self._host, blocks, hosts)
 
 
-_LayerCopy = Callable[[int, int], None]
-"""`copy(first_layer, num_layers)`"""
+class _BlockCopies:
+    """`source_ids` [n] int32 of `source` to `target_ids` of `target`. Called with `(first_layer, num_layers)`, always on
+    the same stream, which is where the ids are sent and freed."""
+
+    def __init__(
+        self, source: torch.Tensor, target: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor
+    ) -> None:
+        self._source, self._target = source, target
+        self._ids = torch.stack([source_ids, target_ids])
+        self._device = source.device if source.is_cuda else target.device
+
+    def __call__(self, first_layer: int, num_layers: int) -> None:
+        if self._ids.device != self._device:
+            self._ids = self._ids.pin_memory().to(self._device, non_blocking=True)
+        ops.copy_blocks(self._source, self._target, *self._ids, first_layer, num_layers)
 
 
 class _Lanes(Protocol):
@@ -142,7 +146,7 @@ class _Lanes(Protocol):
     def forget_failure(self) -> None:
         """A load that failed has failed its step: it is nothing to later ones."""
 
-    def start(self, number: int, saves: _LayerCopy | None, loads: _LayerCopy | None) -> None:
+    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
         """Begins both, saves first. Whatever is launched afterwards comes after the saves."""
 
     def wait(self, layer: int) -> None:
@@ -172,7 +176,7 @@ class _StreamLanes:
     def forget_failure(self) -> None:
         """The device tells of its faults itself."""
 
-    def start(self, number: int, saves: _LayerCopy | None, loads: _LayerCopy | None) -> None:
+    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
         steps = torch.cuda.current_stream()
         with torch.cuda.stream(self._stream):
             if saves is not None:
@@ -206,7 +210,7 @@ class _ThreadLanes:
 
     def __init__(self, num_layers: int) -> None:
         self._pending = torch.zeros(num_layers, dtype=torch.int32)
-        self._jobs: queue.SimpleQueue[tuple[int, _LayerCopy | None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, _BlockCopies | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ostinato-kv", daemon=True)
         self._thread.start()
@@ -217,7 +221,7 @@ class _ThreadLanes:
     def forget_failure(self) -> None:
         self._pending.clamp_(min=0)
 
-    def start(self, number: int, saves: _LayerCopy | None, loads: _LayerCopy | None) -> None:
+    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
         if saves is not None:
             saves(0, len(self._pending))
         if loads is not None:

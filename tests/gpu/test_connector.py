@@ -1,0 +1,113 @@
+"""KV that moves, on CUDA: copies on a stream of their own, and what waits for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import LLM
+from ostinato.connectors.protocol import Wait
+from ostinato.kernels import ops, reference_blocks
+
+from ..e2e.driving import counts_of, greedy, launches
+from ..e2e.models import TinyModel, prompts_of
+from .conftest import ModelFactory
+
+WAITS = [wait.value for wait in Wait]
+LONG = prompts_of((70, 90, 80, 75), 512, seed=80)
+LATE_CYCLES = 90_000_000
+"""Of the device's clock: some 50 ms."""
+
+
+def open_llm(model: TinyModel, device: torch.device, wait: str, mode: str = "FULL_AND_PIECEWISE") -> LLM:
+    return LLM(
+        str(model.path),
+        device=str(device),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        num_gpu_blocks_override=14,
+        cudagraph_mode=mode,
+        cudagraph_capture_sizes=[1, 2, 4, 16, 64],
+        kv_transfer_config={
+            "kv_connector": "OffloadingConnector",
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26, "wait": wait},
+        },
+    )
+
+
+@pytest.mark.parametrize("num_bytes", [8, 136, 2 * 16 * 8 * 128 * 2])
+@pytest.mark.parametrize("pinned", ["source", "target"])
+def test_copies_to_and_from_pinned_memory(device: torch.device, pinned: str, num_bytes: int) -> None:
+    generator = torch.Generator().manual_seed(num_bytes)
+    source, target = (
+        torch.randint(0, 256, (count, 5, num_bytes), dtype=torch.uint8, generator=generator) for count in (40, 60)
+    )
+    froms, tos = torch.randperm(40, generator=generator)[:33].int(), torch.randperm(60, generator=generator)[:33].int()
+    expected = target.clone()
+    reference_blocks.copy_blocks(source, expected, froms, tos, 1, 3)
+    here = source.pin_memory() if pinned == "source" else source.to(device)
+    there = target.pin_memory() if pinned == "target" else target.to(device)
+    ops.copy_blocks(here, there, froms.to(device), tos.to(device), 1, 3)
+    torch.cuda.synchronize()
+    assert torch.equal(there.cpu(), expected)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_what_the_pool_forgets_comes_back(
+    small_model: ModelFactory, device: torch.device, mode: str, wait: str
+) -> None:
+    model = small_model(num_hidden_layers=3)
+    with open_llm(model, device, wait, mode) as llm:
+        first = [llm.generate(prompt, greedy(8))[0] for prompt in LONG]
+        second = [llm.generate(prompt, greedy(8))[0] for prompt in LONG]
+        stats = llm.stats().connector
+        assert stats is not None
+        assert stats.loaded_blocks >= 4 + 5 + 4
+        for prompt, one, two in zip(LONG, first, second, strict=True):
+            assert one.outputs[0].token_ids == two.outputs[0].token_ids == model.greedy(prompt, 8)
+            assert two.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+        llm.engine.scheduler.check_integrity()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_slow_loader_is_waited_for(
+    small_model: ModelFactory, device: torch.device, wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer's copy begins 50 ms late, on a prompt that hits entirely, beside others that decode."""
+    model = small_model(num_hidden_layers=3)
+    prompt, others = prompts_of((65,), 512, seed=81)[0], prompts_of((5, 9), 512, seed=82)
+    original, late = ops.copy_blocks, []
+
+    def copy_blocks(source: Any, target: Any, source_ids: Any, target_ids: Any, first: int, num_layers: int) -> None:
+        if num_layers == 1:
+            torch.cuda._sleep(LATE_CYCLES)
+            late.append(first)
+        original(source, target, source_ids, target_ids, first, num_layers)
+
+    with open_llm(model, device, wait) as llm:
+        expected = llm.generate(prompt, greedy(6))[0].outputs[0].token_ids
+        for other in LONG:
+            llm.generate(other, greedy(3))
+        states = [llm.engine.add_request(f"o{i}", other, greedy(20)) for i, other in enumerate(others)]
+        while min(state.num_tokens for state in states) < 4:
+            llm.engine.step()
+        monkeypatch.setattr(ops, "copy_blocks", copy_blocks)
+        with launches(llm) as launched:
+            hit = llm.engine.add_request("hit", prompt, greedy(6))
+            while llm.engine.has_unfinished:
+                llm.engine.step()
+        (loading,) = [step for step in launched if step.plan.connector_meta and step.plan.connector_meta.loads]  # type: ignore[attr-defined]
+        assert late == [0, 1, 2]
+        assert loading.decision.mode.value == ("PIECEWISE" if wait == "hooks" else "FULL")
+        assert all(step.decision.mode.value == "FULL" for step in launched if step is not loading)
+        assert hit.request.num_cached_tokens == 64
+        assert hit.request.output_token_ids == expected == model.greedy(prompt, 6)
+        for other, state in zip(others, states, strict=True):
+            assert state.request.output_token_ids == model.greedy(other, 20)
+        if wait == "hooks":
+            assert counts_of(llm)["PIECEWISE", loading.decision.key.num_tokens, "needs host work"] == 1

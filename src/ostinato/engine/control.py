@@ -241,7 +241,8 @@ def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, pr
     engine.scheduler.resize_rows(config.max_num_seqs, config.max_num_batched_tokens)
     old.close()
     built.budget = budget
-    built.measured = replace(built.measured, activation_bytes=warm.activation_bytes)
+    libraries = built.measured.library_bytes + warm.library_bytes
+    built.measured = replace(built.measured, library_bytes=libraries, activation_bytes=warm.activation_bytes)
     _resize_pool(built, num_blocks)
 
 

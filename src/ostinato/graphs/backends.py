@@ -61,6 +61,9 @@ class GraphBackend(Protocol):
     def synchronize(self) -> None:
         """Waits until all work issued so far is done."""
 
+    def close(self) -> None:
+        """No graph of this backend is recorded or replayed any more. Safe to call twice."""
+
     def warm_up_context(self) -> AbstractContextManager[None]:
         """Where warm-up runs, so that it touches what recording will (its stream, its workspaces)."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -14,6 +15,31 @@ from ostinato.graphs.nodes import GraphNode
 from ostinato.graphs.statics import Statics
 
 __all__ = ["CudaBackend", "CudaGraph"]
+
+
+class _Streams:
+    """Streams of backends that were closed, for the next ones. cuBLAS keeps a workspace for every stream that it was
+    ever used on (64 MiB on Hopper), and torch can only free those of all streams at once, some of which other
+    engines' graphs point into: so a process has as many as it had backends at one time, and not one for each."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[torch.cuda.Stream]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, device: torch.device) -> torch.cuda.Stream:
+        with self._lock:
+            free = self._free.setdefault(device, [])
+            if free:
+                return free.pop()
+        with torch.cuda.device(device):
+            return torch.cuda.Stream()
+
+    def give_back(self, stream: torch.cuda.Stream) -> None:
+        with self._lock:
+            self._free.setdefault(torch.device("cuda", stream.device_index), []).append(stream)
+
+
+_STREAMS = _Streams()
 
 
 class CudaGraph:
@@ -40,8 +66,8 @@ class CudaBackend:
     def __init__(self, device: torch.device | str = "cuda") -> None:
         index = torch.device(device).index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
-        with torch.cuda.device(self.device):
-            self._stream = torch.cuda.Stream()
+        self._stream = _STREAMS.take(self.device)
+        self._closed = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._context = ExitStack()
         self._open_pool()
@@ -104,6 +130,12 @@ class CudaBackend:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def close(self) -> None:
+        """Nothing is recorded or replayed any more. Safe to call twice."""
+        if not self._closed:
+            self._closed = True
+            _STREAMS.give_back(self._stream)
 
     @contextmanager
     def warm_up_context(self) -> Iterator[None]:

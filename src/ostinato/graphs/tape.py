@@ -135,6 +135,9 @@ class TapeBackend:
         self._settle(final=True)
         return sum(storage.nbytes() for graph in self._graphs for storage in graph.retained)
 
+    def close(self) -> None:
+        """Memory goes with the graphs."""
+
     def synchronize(self) -> None:
         """Replays are done when they return."""
 

@@ -279,6 +279,7 @@ class Runner:
         if self._cuda:
             torch.cuda.synchronize()
         self.store.clear()
+        self.backend.close()
 
     # -- one step ----------------------------------------------------------------------------------------------------
 

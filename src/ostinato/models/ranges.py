@@ -7,7 +7,7 @@ range each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from typing import Protocol, TypeVar
@@ -46,7 +46,7 @@ class LayerRanges:
         with closing(self._layers(each)) as found:
             yield found
 
-    def _layers(self, each: Iterable[T]) -> Iterator[T]:
+    def _layers(self, each: Iterable[T]) -> Generator[T, None, None]:
         try:
             for self._layer, one in enumerate(each):
                 with self.named(f"layer {self._layer}"):

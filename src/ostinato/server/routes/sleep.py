@@ -38,9 +38,7 @@ def add(app: FastAPI, serving: Serving) -> None:
         try:
             await engine.call(lambda llm: llm.wake_up(tags))
         except CapacityError as error:
-            raise APIError(
-                503, str(error), kind="server_error", code="out_of_memory", headers=RETRY_AFTER
-            ) from error
+            raise APIError(503, str(error), kind="server_error", code="out_of_memory", headers=RETRY_AFTER) from error
         logger.info("woken: %s", ", ".join(tags or ["all"]))
         return Response()
 

@@ -111,5 +111,5 @@ def test_off_by_default_and_refused_where_there_is_no_cuda(model: TinyModel) -> 
         assert llm.engine.runner.model.ranges is None
         config = llm._require().config
     assert parts.make_ranges(config, torch.device("cuda")) is None
-    with pytest.raises(ConfigError, match="enable_layerwise_nvtx_tracing names CUDA work for Nsight.* run on cpu"):
+    with pytest.raises(ConfigError, match=r"enable_layerwise_nvtx_tracing names CUDA work for Nsight.* run on cpu"):
         LLM(str(model.path), device="cpu", enable_layerwise_nvtx_tracing=True)

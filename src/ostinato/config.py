@@ -42,6 +42,8 @@ class EngineConfig:
     compile                  torch.compile over the functions of a layer.
     batch_invariant          a request's tokens and log-probabilities have the same bits whatever runs beside it, in
                              every mode and however its prompt is cut; slower. Not with compile.
+    enable_layerwise_nvtx_tracing
+                             NVTX ranges by layer around what is recorded or runs eagerly, for Nsight; CUDA only.
     check, poison            compare the first `check` replays of every key with an eager run, bit for bit, with
                              (poison) NaN in everything that a live row must not read.
     """
@@ -65,6 +67,7 @@ class EngineConfig:
     compile: bool = False
     batch_invariant: bool = False
     kv_transfer_config: Mapping[str, Any] | None = None
+    enable_layerwise_nvtx_tracing: bool = False
     seed: int = 0
     check: int = 0
     poison: bool = True

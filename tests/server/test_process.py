@@ -207,3 +207,13 @@ def test_the_address_and_the_key_from_the_environment(
         assert server.wait_exit() == 0
     assert '"GET /v1/models HTTP/1.1" 401' in server.log
     assert "from the environment" not in server.log
+
+
+def test_sleep_mode_is_an_option(model: TinyModel) -> None:
+    with server_process(serve(model, "--enable-sleep-mode")) as server:
+        server.wait_ready()
+        assert httpx.post(f"{server.url}/sleep?level=2", timeout=LONGEST_S).status_code == 200
+        assert httpx.get(f"{server.url}/is_sleeping", timeout=LONGEST_S).json() == {"is_sleeping": True}
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait_exit() == 0
+    assert "asleep, level 2" in server.log

@@ -95,6 +95,7 @@ ENGINE_OPTIONS = (
     Option("max_in_flight", int, "steps launched before one is collected: 1 or 2"),
     Option("compile", None, "torch.compile over the functions of a layer"),
     Option("batch_invariant", None, "the same bits for a request whatever runs beside it; slower, not with --compile"),
+    Option("enable_layerwise_nvtx_tracing", None, "NVTX ranges by layer, for Nsight (CUDA)"),
     Option("seed", int, "engine seed: requests without a seed of their own, and dummy weights", flag="--engine-seed"),
     Option("check", int, "compare the first N replays of every key with an eager run, bit for bit"),
     Option("poison", None, "with --check: NaN in all that a live row must not read"),

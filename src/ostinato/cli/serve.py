@@ -53,6 +53,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         choices=TOOL_CALL_PARSERS,
         help="how the model writes calls: hermes (Hermes, Qwen) or llama3_json (Llama 3.1 and later)",
     )
+    group.add_argument(
+        "--enable-sleep-mode",
+        action="store_true",
+        help="POST /sleep and /wake_up: give the memory of weights and KV cache back for a while, and take it again",
+    )
     group.add_argument("--log-level", choices=LOG_LEVELS, default="info", help="debug logs every request [info]")
     add_engine_options(parser)
 
@@ -86,5 +91,6 @@ def run(args: argparse.Namespace) -> int:
         max_body_bytes=max_body_bytes,
         log_level=args.log_level,
         tool_call_parser=args.tool_call_parser if args.enable_auto_tool_choice else None,
+        enable_sleep_mode=args.enable_sleep_mode,
     )
     return run_server(engine, config)

@@ -13,7 +13,15 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.connectors.protocol import KVConnector
 from ostinato.engine.engine import Engine
-from ostinato.engine.parts import connect, load_weights, make_kv_connector, make_pool, make_runner, warm_up
+from ostinato.engine.parts import (
+    connect,
+    load_weights,
+    make_kv_connector,
+    make_pool,
+    make_ranges,
+    make_runner,
+    warm_up,
+)
 from ostinato.engine.resolve import (
     eos_token_ids,
     num_in_flight,
@@ -100,6 +108,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
     dtype = resolve_dtype(config.dtype, model_config, device)
     max_model_len = resolve_max_model_len(config, model_config)
     uniform, mixed = resolve_ladders(config)
+    ranges = make_ranges(config, device)
     before = memory.device_memory(device, trim=True)
     clock.lap("config")
 
@@ -112,6 +121,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
         max_model_len=max_model_len,
         compile_layers=config.compiles,
         batch_invariant=config.batch_invariant,
+        ranges=ranges,
     )
     clock.lap("weights")
     tokenizer = checkpoint.tokenizer()

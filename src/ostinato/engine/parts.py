@@ -14,6 +14,7 @@ from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.pending import Capture
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import Decoder
+from ostinato.models.ranges import LayerRanges
 from ostinato.models.weights import DecoderWeights, check_names, destinations, fill, fill_random
 from ostinato.runner import memory
 from ostinato.runner.checker import StepChecker
@@ -37,6 +38,17 @@ def load_weights(
     infos = checkpoint.tensor_infos()
     check_names(model_config, places, {name: (info.shape, info.dtype) for name, info in infos.items()})
     fill(places, checkpoint.tensors())
+
+
+def make_ranges(config: EngineConfig, device: torch.device) -> LayerRanges | None:
+    """None unless asked for. Raises ConfigError where there is nothing that NVTX could name."""
+    if not config.enable_layerwise_nvtx_tracing:
+        return None
+    if device.type != "cuda":
+        raise ConfigError(
+            f"enable_layerwise_nvtx_tracing names CUDA work for Nsight, and this would run on {device}: leave it out"
+        )
+    return LayerRanges(torch.cuda.nvtx)
 
 
 def make_pool(

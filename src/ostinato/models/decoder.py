@@ -10,7 +10,7 @@ vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +25,12 @@ from ostinato.models.projections import (
     PlainProjections,
     Projections,
 )
+from ostinato.models.ranges import LayerRanges
 from ostinato.models.rope import cos_sin_table
 from ostinato.models.weights import DecoderWeights, LayerWeights
 
 Cut = Callable[[str, Callable[[], None]], None]
+Cache = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,8 @@ class Workspace:
 class Decoder:
     """Parameters and the forward pass. Holds no request state and no cache.
 
-    `batch_invariant`: a token's bits depend on its request alone. Excludes `compile_layers`.
+    `batch_invariant`: a token's bits depend on its request alone. Excludes `compile_layers`. `ranges` names what is
+    launched by layer, where that is asked for.
     """
 
     def __init__(
@@ -69,9 +72,11 @@ class Decoder:
         max_model_len: int,
         compile_layers: bool = False,
         batch_invariant: bool = False,
+        ranges: LayerRanges | None = None,
     ) -> None:
         self.config = config
         self.weights = weights
+        self.ranges = ranges
         device = weights.embed.device
         self.cos_sin = cos_sin_table(config.rope, config.rotary_dim, max_model_len, device)
         self.scale = config.head_dim**-0.5
@@ -88,7 +93,7 @@ class Decoder:
         self,
         token_ids: torch.Tensor,  # [T] int32
         positions: torch.Tensor,  # [T] int32
-        caches: list[tuple[torch.Tensor, torch.Tensor]],  # per layer: K and V, each [N, B, G, D], strided
+        caches: list[Cache],  # per layer: K and V, each [N, B, G, D], strided
         args: AttentionArgs,
         work: Workspace,
         cut: Cut,
@@ -96,6 +101,22 @@ class Decoder:
     ) -> None:
         """Leaves the residual stream of all T tokens, final norm not applied, in `work.stream[:T]`. `num_layers`: only
         the first ones; two of them (the first adds nothing to the stream it finds) launch every kernel that all do."""
+        layers = zip(self.weights.layers[:num_layers], caches[:num_layers], strict=True)
+        if self.ranges is None:
+            self._forward(layers, token_ids, positions, args, work, cut)
+            return
+        with self.ranges.layers(layers) as named:
+            self._forward(named, token_ids, positions, args, work, cut)
+
+    def _forward(
+        self,
+        layers: Iterable[tuple[LayerWeights, Cache]],
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        args: AttentionArgs,
+        work: Workspace,
+        cut: Cut,
+    ) -> None:
         num_tokens, eps = token_ids.shape[0], self.config.rms_norm_eps
         project = self._projections(num_tokens)
         stream, qkv, attention_out = (tensor[:num_tokens] for tensor in (work.stream, work.qkv, work.attention_out))
@@ -104,7 +125,7 @@ class Decoder:
 
         ops.embed(token_ids, self.weights.embed, stream)
         delta: torch.Tensor | None = None
-        for layer, (k_cache, v_cache) in zip(self.weights.layers[:num_layers], caches[:num_layers], strict=True):
+        for layer, (k_cache, v_cache) in layers:
             project.qkv(layer, delta, stream, eps, qkv)
             attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
             if not attend.fused:

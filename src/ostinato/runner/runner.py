@@ -377,6 +377,14 @@ class Runner:
     def _step(self, mode: RuntimeMode, key: BatchKey, cut: Cut, num_layers: int | None = None) -> None:
         """The whole step: prepare, forward, logits, sample, advance. What a graph holds and is checked against.
         `num_layers`: of the first layers alone, to warm up."""
+        ranges = self.model.ranges
+        if ranges is None:
+            self._launch_step(mode, key, cut, num_layers)
+            return
+        with ranges.named(f"{mode.value} {key.name}"):
+            self._launch_step(mode, key, ranges.cuts(cut), num_layers)
+
+    def _launch_step(self, mode: RuntimeMode, key: BatchKey, cut: Cut, num_layers: int | None) -> None:
         state, buffers, query_len = self.state, self.buffers, key.query_len or 0
         ops.prepare(
             state["row_slot"],

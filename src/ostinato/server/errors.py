@@ -9,7 +9,7 @@
 | 422 | the request is right, and larger than the KV pool |
 | 429 | too many requests wait; `Retry-After` |
 | 500 | the engine has failed, or a defect |
-| 503 | the engine starts or drains; `Retry-After` |
+| 503 | the engine starts, sleeps or drains; `Retry-After` |
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ _ANSWERS = (
     responses.Detokenized,
     responses.Health,
     responses.Version,
+    responses.Sleeping,
     live.GraphsState,
     live.GraphsSteps,
     live.GraphsPool,
@@ -40,7 +41,7 @@ _ERRORS = {
     422: "the request is larger than the KV pool",
     429: "too many requests wait; see Retry-After",
     500: "the engine has failed",
-    503: "the engine starts or drains; see Retry-After",
+    503: "the engine starts, sleeps or drains; see Retry-After",
 }
 
 

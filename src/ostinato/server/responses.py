@@ -193,3 +193,7 @@ class Health(Struct):
 
 class Version(Struct):
     version: str
+
+
+class Sleeping(Struct):
+    is_sleeping: bool

@@ -56,6 +56,7 @@ class ServerConfig:
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     log_level: str = "info"
     tool_call_parser: str | None = None
+    enable_sleep_mode: bool = False
 
 
 def run_server(engine: AsyncEngine, config: ServerConfig) -> int:
@@ -95,6 +96,7 @@ async def _serve(engine: AsyncEngine, config: ServerConfig, sock: socket.socket)
         api_keys=config.api_keys,
         max_body_bytes=config.max_body_bytes,
         tool_call_parser=config.tool_call_parser,
+        enable_sleep_mode=config.enable_sleep_mode,
     )
     server = _Server(
         uvicorn.Config(

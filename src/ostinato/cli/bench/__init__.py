@@ -9,6 +9,7 @@ COMMANDS = {
     "prefill": "time to the first token by prompt length",
     "throughput": "many requests of mixed lengths: tokens per second",
     "startup": "process start to first token, part by part, and what recording took",
+    "reconfigure": "seconds and bytes of recording: at the start, while requests run, lazily, in the background",
     "modes": "time per output token by CUDA graph mode, each mode in a fresh process",
     "profile": "time of the kernels of a decode step, by kind and by layer (CUDA)",
     "serve": "load test of a server with OpenAI's API: latencies, throughput, goodput",

@@ -148,8 +148,8 @@ def connect(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> None:
 
 
 def warm_up(runner: Runner) -> memory.Measured:
-    """Runs the largest eager step, over padding, where steps run and where they are recorded: libraries keep a workspace
-    for each of the two. The CPU has nothing to warm up."""
+    """Runs the largest eager step, over padding, where steps run and where they are recorded: libraries keep a
+    workspace for each of the two. The CPU has nothing to warm up."""
     device = runner.state.arena.device
     before = memory.device_memory(device, trim=True)
     if before is None:

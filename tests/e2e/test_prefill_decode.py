@@ -39,6 +39,8 @@ def test_two_processes_are_as_one(model: TinyModel) -> None:
                         output = llm.generate(prompt, greedy(5))[0]
                         assert list(output.outputs[0].token_ids) == expected
                         assert output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+                    clients = llm._built.connector.scheduler._close.__self__._clients  # type: ignore[union-attr]
+                    assert any(client._sock for client in clients), "connections are kept from fetch to fetch"
                     stats = stats_of(llm)
                     assert (stats.deferred_requests, stats.failed_loads, stats.saved_blocks) == (4, 0, 0)
         pipe.send(None)

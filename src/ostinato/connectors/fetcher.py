@@ -114,7 +114,7 @@ class Fetcher:
             if found:
                 self._index.hold(found)
                 fetch.slots += found
-                return len(fetch.slots) < len(fetch.digests)
+                return True
             slot = self._index.reserve()
         if slot is None:
             return False
@@ -124,4 +124,4 @@ class Fetcher:
                 self._index.release([slot])
                 return False
             fetch.slots.append(self._index.name(slot, digest))
-            return len(fetch.slots) < len(fetch.digests)
+            return True

@@ -252,6 +252,34 @@ def test_it_ends_while_it_waits(
     llm.close()
 
 
+@pytest.mark.parametrize("where", ["before the connector", "in the connector"])
+def test_a_step_that_was_not_launched_keeps_no_memory_and_saves_nothing_wrong(
+    model: TinyModel, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    with open_llm(model.path, disk(tmp_path)) as llm:
+        scheduler: Any = llm._built.connector.scheduler  # type: ignore[union-attr]
+        worker: Any = llm._built.connector.worker  # type: ignore[union-attr]
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("put in on purpose")
+
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="put in on purpose"):
+            state = llm.engine.add_request("r", LONG[1], greedy(20))
+            while state.num_tokens < 1:  # the step after a whole block was computed has blocks to save
+                if scheduler._saves:
+                    break
+                llm.engine.step()
+            patch.setattr(*((llm.engine.runner, "_stage") if where.startswith("before") else (worker, "_copies")), fail)
+            llm.engine.step()
+        assert [tokens_of(llm, prompt) for prompt in LONG] == expected
+        until(lambda: stats_of(llm).pending_saves == 0)
+        until(lambda: stats_of(llm).held_blocks >= 0 and not +scheduler._index._holds)
+        assert stats_of(llm).failed_saves > 0
+    with open_llm(model.path, disk(tmp_path, "kv_consumer")) as llm:
+        assert [tokens_of(llm, prompt) for prompt in LONG] == expected
+        assert stats_of(llm).hit_tokens > 0
+
+
 @pytest.mark.parametrize(("wait", "max_in_flight"), [("events", 1), ("hooks", 2), ("step", 2)])
 def test_many_requests_over_little_memory(model: TinyModel, tmp_path: Path, wait: str, max_in_flight: int) -> None:
     """Shared beginnings, preemption, aborts, a folder and a host memory that forget: every token is as without."""

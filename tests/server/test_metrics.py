@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,6 +110,32 @@ def test_a_busy_engine_shows(model: TinyModel) -> None:
         assert samples.total("num_requests_waiting") == 2
         assert samples.total("kv_cache_usage_perc") > 0
         server.wait_idle()
+
+
+def test_a_connector_shows(model: TinyModel, tmp_path: Path) -> None:
+    """Two servers in turn over one folder: what the first saves, the second loads."""
+    transfer = {"kv_connector": "DiskConnector", "kv_connector_extra_config": {"path": str(tmp_path)}}
+    transfer["kv_connector_extra_config"]["cpu_bytes_to_use"] = 1 << 22  # type: ignore[index]
+    body = {"prompt": "The same long beginning " * 3, "temperature": 0, "max_tokens": 3, "ignore_eos": True}
+    seen = []
+    for _ in range(2):
+        with running(lambda: open_llm(model, kv_transfer_config=transfer)) as server:
+            num_prompt = server.post("/v1/completions", body).json()["usage"]["prompt_tokens"]
+            server.wait_idle()
+            seen.append(Samples.parse(server.get("/metrics").text))
+    first, second = seen
+    hits = (num_prompt - 1) // 16 * 16
+    assert first.types["ostinato:external_prefix_cache_hits"] == "counter"
+    assert first.total("external_prefix_cache_queries_total") == num_prompt
+    assert first.total("external_prefix_cache_hits_total") == 0
+    saved = first.total("kv_connector_saved_blocks_total") + first.total("kv_connector_pending_saves")
+    assert saved == (num_prompt + 2) // 16
+    assert second.total("external_prefix_cache_hits_total") == hits > 0
+    assert second.total("kv_connector_loaded_blocks_total") == hits / 16
+    assert second.total("kv_connector_deferred_requests_total") == 1
+    for name in ("load_failures_total", "save_failures_total"):
+        assert first.total(f"kv_connector_{name}") == second.total(f"kv_connector_{name}") == 0
+    assert second.total("kv_connector_waiting_requests") == 0
 
 
 def test_histogram_bounds_are_inclusive() -> None:

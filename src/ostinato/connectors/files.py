@@ -115,6 +115,10 @@ class BlockFiles:
         """Whether the block has a file, which may yet turn out damaged. Not a use."""
         return not self._closed and os.path.isfile(self._index.path(digest))
 
+    def known(self, digest: bytes) -> bool:
+        """Whether the block had a file when this process last looked. Looks at no disk and waits for nobody."""
+        return digest in self._index
+
     def __len__(self) -> int:
         """Number of blocks, without those that other processes added or removed since this one last looked."""
         return len(self._index)

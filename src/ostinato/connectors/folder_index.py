@@ -38,6 +38,9 @@ class FolderIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._entries
+
     def path(self, digest: bytes) -> Path:
         """Where the block's file is, if it has one. Two levels, so that no folder grows too long to list."""
         assert 1 <= len(digest) <= 64, f"a digest of {len(digest)} bytes"

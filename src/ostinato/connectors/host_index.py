@@ -17,7 +17,7 @@ class HostIndex:
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # the longest unused first
         self._free = list(range(capacity - 1, -1, -1))
         self._holds: Counter[int] = Counter()
-        self._lost: set[int] = set()  # held, but of a content that was forgotten: free once nobody holds them
+        self._nameless: set[int] = set()  # held, and cannot be found (any more, or yet): free once nobody holds them
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -42,13 +42,39 @@ class HostIndex:
         if digest in self._slots:
             self._slots.move_to_end(digest)
             return None
+        slot = self._take()
+        if slot is not None:
+            self._slots[digest] = slot
+        return slot
+
+    def reserve(self) -> int | None:
+        """A slot, held once, for a block that is not complete yet and so must not be found. None if every one is held.
+        Whoever releases it without a name gives it up."""
+        slot = self._take()
+        if slot is not None:
+            self._nameless.add(slot)
+            self._holds[slot] += 1
+        return slot
+
+    def name(self, slot: int, digest: bytes) -> int:
+        """The content of a reserved slot is complete: it can be found. The slot that holds it, which is another one if
+        it came there meanwhile; the hold moves to that."""
+        known = self._slots.get(digest)
+        if known is None:
+            self._nameless.remove(slot)
+            self._slots[digest] = slot
+            return slot
+        self._holds[known] += 1
+        self.release([slot])
+        return known
+
+    def _take(self) -> int | None:
         if not self._free:
             victim = next((old for old, slot in self._slots.items() if not self._holds[slot]), None)
             if victim is None:
                 return None
             self._free.append(self._slots.pop(victim))
-        slot = self._slots[digest] = self._free.pop()
-        return slot
+        return self._free.pop()
 
     def hold(self, slots: Iterable[int]) -> None:
         """Each once more."""
@@ -59,15 +85,15 @@ class HostIndex:
             self._holds[slot] -= 1
             if self._holds[slot] == 0:
                 del self._holds[slot]
-                if slot in self._lost:
-                    self._lost.remove(slot)
+                if slot in self._nameless:
+                    self._nameless.remove(slot)
                     self._free.append(slot)
 
     def clear(self) -> None:
         """Nothing is here any more."""
         for slot in self._slots.values():
             if self._holds[slot]:
-                self._lost.add(slot)
+                self._nameless.add(slot)
             else:
                 self._free.append(slot)
         self._slots.clear()

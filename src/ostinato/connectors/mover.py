@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -50,6 +50,10 @@ class HostBlocks:
         shape = (num_blocks, storage.num_layers, storage.block_bytes // storage.num_layers)
         self.blocks = torch.empty(shape, dtype=torch.uint8, pin_memory=storage.pool.is_cuda)
 
+    def view(self, slot: int) -> memoryview:
+        """The bytes of one block, writable."""
+        return self.blocks[slot].reshape(-1).numpy().data
+
 
 class BlockMover:
     """`wait`: how steps wait for loads."""
@@ -77,17 +81,22 @@ class BlockMover:
         return self._wait is Wait.HOOKS and isinstance(meta, Transfers) and bool(meta.loads)
 
     def start_load_kv(self, meta: object | None) -> None:
+        self.begin(meta)
+
+    def begin(self, meta: object | None) -> Callable[[], None]:
+        """`start_load_kv`; returns what waits, on any thread, until all that is saved is in host memory."""
         self._loading = False
         self._lanes.forget_failure()
         if meta is None:
-            return
+            return _nothing
         assert isinstance(meta, Transfers)
         self._loading = bool(meta.loads)
         saves, loads = self._copies(meta.saves, load=False), self._copies(meta.loads, load=True)
-        self._lanes.start(meta.number, saves, loads)
+        wait_for_saves = self._lanes.start(meta.number, saves, loads)
         if self._loading and self._wait is Wait.STEP:
             for layer in range(self._num_layers):
                 self._lanes.wait(layer)
+        return wait_for_saves
 
     def wait_for_layer_load(self, layer: int) -> None:
         if self._loading and self._wait is Wait.HOOKS:
@@ -138,6 +147,10 @@ class _BlockCopies:
         ops.copy_blocks(self._source, self._target, source_ids, target_ids, first_layer, num_layers)
 
 
+def _nothing() -> None:
+    """What there is to wait for when nothing is under way."""
+
+
 class _Lanes(Protocol):
     """Where copies run, beside the steps."""
 
@@ -147,14 +160,15 @@ class _Lanes(Protocol):
     def forget_failure(self) -> None:
         """A load that failed has failed its step: it is nothing to later ones."""
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
-        """Begins both, saves first. Whatever is launched afterwards comes after the saves."""
+    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
+        """Begins both, saves first. Whatever is launched afterwards comes after the saves; what is returned waits for
+        them on the host."""
 
     def wait(self, layer: int) -> None:
         """What follows comes after the newest load of this layer."""
 
     def finished(self) -> list[object]:
-        """Numbers of what is done since the last call."""
+        """Numbers of what is done since the last call, or has failed."""
 
     def close(self) -> None: ...
 
@@ -177,14 +191,16 @@ class _StreamLanes:
     def forget_failure(self) -> None:
         """The device tells of its faults itself."""
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
         steps = torch.cuda.current_stream()
+        wait_for_saves: Callable[[], None] = _nothing
         with torch.cuda.stream(self._stream):
             if saves is not None:
                 saves(0, self._num_layers)
                 saved = torch.cuda.Event()
                 saved.record(self._stream)
                 steps.wait_event(saved)
+                wait_for_saves = saved.synchronize
             if loads is not None:
                 for layer in range(self._num_layers):
                     loads(layer, 1)
@@ -192,6 +208,7 @@ class _StreamLanes:
             done = torch.cuda.Event()
             done.record(self._stream)
         self._under_way.append((number, done))
+        return wait_for_saves
 
     def wait(self, layer: int) -> None:
         self._events[layer].wait()
@@ -222,7 +239,7 @@ class _ThreadLanes:
     def forget_failure(self) -> None:
         self._pending.clamp_(min=0)
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
         if saves is not None:
             saves(0, len(self._pending))
         if loads is not None:
@@ -230,6 +247,7 @@ class _ThreadLanes:
                 self.wait(layer)
             self._pending.fill_(1)
         self._jobs.put((number, loads))
+        return _nothing
 
     def wait(self, layer: int) -> None:
         ops.wait_loaded(self._pending, layer)
@@ -255,5 +273,4 @@ class _ThreadLanes:
                 except Exception:
                     logger.exception("loading KV failed")
                     self._pending.fill_(-1)
-                    continue
             self._done.put(number)

@@ -36,7 +36,12 @@ class Wait(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorStats:
-    """Since the start. `hit_tokens` of `query_tokens` that the prefix cache did not hold came from the connector."""
+    """Since the start. `hit_tokens` of `query_tokens` that the prefix cache did not hold came from the connector.
+
+    `held_blocks` of at most `capacity_blocks` are in host memory now. `deferred_requests` had to wait until it was
+    known what can be loaded. `failed_loads` are attempts that broke off, so that the rest was computed; `failed_saves`
+    are blocks that were not kept, `pending_saves` those on their way.
+    """
 
     query_tokens: int = 0
     hit_tokens: int = 0
@@ -44,6 +49,10 @@ class ConnectorStats:
     saved_blocks: int = 0
     held_blocks: int = 0
     capacity_blocks: int = 0
+    deferred_requests: int = 0
+    failed_loads: int = 0
+    failed_saves: int = 0
+    pending_saves: int = 0
 
 
 class KVConnectorScheduler(Protocol):
@@ -68,7 +77,8 @@ class KVConnectorScheduler(Protocol):
         """The step that is being planned takes this block for another content: the last chance to save it."""
 
     def build_connector_meta(self) -> object | None:
-        """What the worker's side has to do for the step that was just planned; None for nothing."""
+        """What the worker's side has to do for the step that was just planned; None for nothing. Asked without a step
+        too, when none may come: there is then nothing to load, and what is to be saved is saved at once."""
 
     def update_connector_output(self, finished: Sequence[object]) -> None:
         """What the worker's side reports as done (`get_finished`)."""

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any
 
+from ostinato.connectors.block_file import namespace_of
+from ostinato.connectors.disk import make_disk_connector
 from ostinato.connectors.protocol import KVConnector, Wait
+from ostinato.connectors.remote import make_tcp_connector
 from ostinato.errors import ConfigError
 from ostinato.kv.storage import KVStorage
 
@@ -23,19 +26,40 @@ __all__ = ["ConnectorContext", "make_connector", "names"]
 
 GROUP = "ostinato.kv_connectors"
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
-_FIELDS = ("kv_connector", "kv_role", "kv_connector_extra_config")
+DEFAULT_PORT = 14579
+"""vLLM's."""
+_FIELDS = ("kv_connector", "kv_role", "kv_ip", "kv_port", "kv_connector_extra_config")
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What a connector is made from. `extra` is `kv_connector_extra_config`, `model()` names what KV is
-    of, by its contents: connectors that outlive the process must not mix it with that of others."""
+    """What a connector is made from. `extra` is `kv_connector_extra_config`; `model()` names what KV is of, by its
+    contents. `ip` and `port` are those of the end that listens, where there is one."""
 
     storage: KVStorage
     block_size: int
     model: Callable[[], str]
     role: str
     extra: Mapping[str, Any]
+    ip: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block, all layers, as stores see it."""
+        return self.storage.block_bytes
+
+    def namespace(self) -> str:
+        """A short name for all that must be equal for blocks to be exchanged: the model's contents and how a block is
+        laid out. Connectors that outlive the process must not mix one with another. Reads some of the weights."""
+        pool = self.storage.pool
+        return namespace_of(
+            model=self.model(),
+            dtype=str(pool.dtype),
+            shape=list(pool.shape[1:]),
+            block_bytes=self.block_bytes,
+            block_size=self.block_size,
+        )
 
     def wait(self) -> Wait:
         """`extra["wait"]`, an event a layer by default. Raises ConfigError."""
@@ -50,6 +74,20 @@ class ConnectorContext:
         value = self.extra.get(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise _wrong(f"{name}={value!r}: must be a whole number of at least {least}")
+        return value
+
+    def seconds(self, name: str, default: float) -> float:
+        """A time from `extra`. Raises ConfigError."""
+        value = self.extra.get(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise _wrong(f"{name}={value!r}: must be more than 0 s")
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """True or False from `extra`. Raises ConfigError."""
+        value = self.extra.get(name, default)
+        if not isinstance(value, bool):
+            raise _wrong(f"{name}={value!r}: must be true or false")
         return value
 
     def check_options(self, known: set[str]) -> None:
@@ -73,7 +111,11 @@ def _offloading(context: ConnectorContext) -> KVConnector:
     return KVConnector(OffloadingScheduler(capacity, context.block_size), mover)
 
 
-_BUILT_IN: dict[str, Callable[[ConnectorContext], KVConnector]] = {"OffloadingConnector": _offloading}
+_BUILT_IN: dict[str, Callable[[ConnectorContext], KVConnector]] = {
+    "OffloadingConnector": _offloading,
+    "DiskConnector": make_disk_connector,
+    "TcpConnector": make_tcp_connector,
+}
 
 
 def names() -> list[str]:
@@ -83,9 +125,10 @@ def names() -> list[str]:
 def make_connector(
     config: Mapping[str, Any], storage: KVStorage, *, block_size: int, model: Callable[[], str]
 ) -> KVConnector:
-    """From `kv_transfer_config`, as in vLLM: `kv_connector`, `kv_role` and `kv_connector_extra_config`.
+    """From `kv_transfer_config`, as in vLLM: `kv_connector`, `kv_role`, `kv_ip`, `kv_port` and
+    `kv_connector_extra_config`.
 
-    Raises ConfigError for an unknown name or option.
+    Raises ConfigError for an unknown name or option, ConnectorError for an address that cannot be listened on.
     """
     unknown = sorted(set(config) - set(_FIELDS))
     if unknown:
@@ -102,7 +145,12 @@ def make_connector(
     extra = config.get("kv_connector_extra_config") or {}
     if not isinstance(extra, Mapping):
         raise _wrong("must be an object")
-    return make(ConnectorContext(storage, block_size, model, role, extra))
+    ip, port = config.get("kv_ip", "127.0.0.1"), config.get("kv_port", DEFAULT_PORT)
+    if not isinstance(ip, str) or not ip:
+        raise ConfigError(f"kv_transfer_config: kv_ip={ip!r}: must be an address or the name of a host")
+    if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
+        raise ConfigError(f"kv_transfer_config: kv_port={port!r}: must be a port, 1 to 65535")
+    return make(ConnectorContext(storage, block_size, model, role, extra, ip, port))
 
 
 def _wrong(what: str) -> ConfigError:

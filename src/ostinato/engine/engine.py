@@ -19,8 +19,8 @@ from ostinato.tokenizer.tokenizer import Tokenizer
 
 logger = logging.getLogger("ostinato")
 
-CONNECTOR_WAIT_S = 0.05
-"""For how long a step waits at most when all there is to run waits for KV from a connector."""
+CONNECTOR_WAIT_S = 0.01
+"""For how long a step waits at most when all there is to run waits for KV from a connector. A new request waits too."""
 
 RECORDING_SHARE = 0.05
 """Of the time while requests run, what may go into recording keys that were put off."""
@@ -127,7 +127,7 @@ class Engine:
         if not self._in_flight:
             if self._connector is not None and self.scheduler.num_deferred:
                 self._connector.scheduler.wait_for_change(CONNECTOR_WAIT_S)
-                self._tell_connector()
+                self.poll_connector()
             elif self.scheduler.has_unfinished:
                 raise CapacityError(
                     "requests wait, nothing runs and nothing can be planned: a defect, please report it"
@@ -139,6 +139,7 @@ class Engine:
         """Collects every launched step, so that nothing is in flight. The next `step` returns what they gave."""
         while self._in_flight:
             self._settled += self._collect()
+        self._save_without_a_step()  # what comes next may take the blocks, or the memory behind them
 
     def idle(self) -> bool:
         """For a caller that has nothing to step: does a piece of work that was put off, and says whether it did."""
@@ -193,9 +194,20 @@ class Engine:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _tell_connector(self) -> None:
+    def poll_connector(self) -> None:
+        """Tells the connector's scheduler side what its worker side has done. Steps do so too."""
         if self._connector is not None:
             self._connector.scheduler.update_connector_output(self._connector.worker.get_finished())
+
+    def _save_without_a_step(self) -> None:
+        """What the connector wants to save goes with the next step; where none may come, at once."""
+        if self._connector is None or (meta := self._connector.scheduler.build_connector_meta()) is None:
+            return
+        try:
+            self._connector.worker.start_load_kv(meta)
+        except BaseException:
+            self._connector.scheduler.step_dropped(meta)
+            raise
 
     def _take_settled(self) -> list[Delta]:
         deltas, self._settled = self._settled, []
@@ -204,11 +216,14 @@ class Engine:
     def _collect(self) -> list[Delta]:
         oldest = self._in_flight.popleft()
         result = self.runner.collect(oldest)
-        self._tell_connector()
+        self.poll_connector()
         for request_id, rows in (result.prompt_logprobs or {}).items():
             if (output := self._outputs.get(request_id)) is not None:
                 output.add_prompt_logprobs(rows)
-        return [delta for event in self.scheduler.update(oldest.plan, result) if (delta := self._delta(event))]
+        deltas = [delta for event in self.scheduler.update(oldest.plan, result) if (delta := self._delta(event))]
+        if not self.scheduler.has_unfinished and not self._in_flight:
+            self._save_without_a_step()
+        return deltas
 
     def _launch(self, plan: StepPlan) -> InFlight:
         """A step that cannot be launched fails its requests; the others go on once the caller has heard of it."""

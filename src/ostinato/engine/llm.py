@@ -102,6 +102,7 @@ class LLM:
 
     def stats(self) -> EngineStats:
         built = self._require()
+        built.engine.poll_connector()
         runner, kv = built.engine.runner, built.engine.scheduler.kv
         return EngineStats(
             steps=runner.counters.snapshot(),

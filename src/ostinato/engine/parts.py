@@ -84,12 +84,13 @@ def make_kv_connector(config: EngineConfig, checkpoint: Checkpoint, pool: memory
         return None
     if not config.enable_prefix_caching:
         raise ConfigError("kv_transfer_config finds KV by the hashes of prefixes: leave enable_prefix_caching on")
-    return make_connector(
-        config.kv_transfer_config,
-        pool.storage,
-        block_size=config.block_size,
-        model=lambda: f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint),
-    )
+
+    def model() -> str:
+        """What KV is of. Where bits matter, KV computed without `batch_invariant`, or elsewhere, is another's."""
+        name = f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint)
+        return f"{name} batch_invariant {pool.storage.pool.device.type}" if config.batch_invariant else name
+
+    return make_connector(config.kv_transfer_config, pool.storage, block_size=config.block_size, model=model)
 
 
 def make_runner(

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from ostinato.connectors.protocol import ConnectorStats
 from ostinato.engine.async_engine import AsyncEngine
 from ostinato.engine.llm import LLM
 from ostinato.engine.request_stats import Histogram, RequestStats
@@ -35,6 +36,7 @@ class EngineSnapshot:
     blocks: BlockStates
     num_running: int
     num_waiting: int
+    num_deferred: int
     prefix_query_tokens: int
 
     @classmethod
@@ -46,6 +48,7 @@ class EngineSnapshot:
             blocks=scheduler.kv.states(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_deferred=scheduler.num_deferred if scheduler.num_waiting else 0,
             prefix_query_tokens=scheduler.kv.prefix_query_tokens,
         )
 
@@ -71,6 +74,8 @@ class _Families(Collector):
         yield from self._request_side()
         if self._snapshot is not None:
             yield from self._engine_side(self._snapshot)
+            if self._snapshot.stats.connector is not None:
+                yield from self._connector_side(self._snapshot.stats.connector, self._snapshot.num_deferred)
             yield from self._graph_side(self._snapshot.stats)
 
     def _request_side(self) -> Iterable[Metric]:
@@ -113,6 +118,22 @@ class _Families(Collector):
         yield self._counter("prefix_cache_queries", "Tokens looked up in the prefix cache.", now.prefix_query_tokens)
         yield self._counter("prefix_cache_hits", "Tokens that it had.", now.stats.prefix_hit_tokens)
         yield self._counter("num_preemptions", "Requests that gave up their row for lack of KV.", now.stats.preemptions)
+
+    def _connector_side(self, now: ConnectorStats, num_deferred: int) -> Iterable[Metric]:
+        for name, text, number in (
+            ("external_prefix_cache_queries", "Tokens that the KV connector was asked for.", now.query_tokens),
+            ("external_prefix_cache_hits", "Tokens that came from it.", now.hit_tokens),
+            ("kv_connector_loaded_blocks", "KV blocks that were loaded.", now.loaded_blocks),
+            ("kv_connector_saved_blocks", "KV blocks that were saved.", now.saved_blocks),
+            ("kv_connector_load_failures", "Loads that broke off; the rest was computed.", now.failed_loads),
+            ("kv_connector_save_failures", "KV blocks that could not be saved.", now.failed_saves),
+            ("kv_connector_deferred_requests", "Requests that waited for KV to come.", now.deferred_requests),
+        ):
+            yield self._counter(name, text, number)
+        yield self._gauge("kv_connector_waiting_requests", "Requests that wait for KV to come.", num_deferred)
+        yield self._gauge("kv_connector_pending_saves", "KV blocks on their way out.", now.pending_saves)
+        yield self._gauge("kv_connector_host_blocks", "KV blocks in host memory.", now.held_blocks)
+        yield self._gauge("kv_connector_host_capacity", "KV blocks that it has room for.", now.capacity_blocks)
 
     def _graph_side(self, stats: EngineStats) -> Iterable[Metric]:
         rows = [([step.mode, _key_label(step.key), step.reason], step) for step in stats.steps]

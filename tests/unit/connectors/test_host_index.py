@@ -43,3 +43,30 @@ def test_what_is_forgotten_while_it_is_held_is_used_again_only_afterwards() -> N
     assert index.add(name(3)) == second
     index.release([first])
     assert index.add(name(4)) == first
+
+
+def test_a_reserved_slot_is_found_once_it_has_a_name() -> None:
+    index = HostIndex(2)
+    slot = index.reserve()
+    assert slot is not None
+    assert len(index) == 0
+    assert index.name(slot, name(0)) == slot
+    assert index.find([name(0)]) == [slot]
+    other = index.reserve()
+    assert other is not None and index.reserve() is None, "both are held"
+    assert index.name(other, name(0)) == slot, "it is here already, and now held twice"
+    index.release([slot])
+    assert index.add(name(1)) == other
+    assert index.add(name(2)) == other, "the first is still held"
+    index.release([slot])
+    assert index.add(name(3)) == slot
+
+
+def test_a_reserved_slot_that_gets_no_name_is_free_again() -> None:
+    index = HostIndex(1)
+    slot = index.reserve()
+    assert slot is not None
+    index.clear()
+    assert index.add(name(0)) is None
+    index.release([slot])
+    assert index.add(name(0)) == slot

@@ -1,0 +1,123 @@
+"""`TcpConnector`: a producer in a process of its own, a consumer here; together they answer as one."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from ostinato.connectors.protocol import Wait
+
+from .conftest import TinyFactory
+from .connecting import free_port, open_llm, serve_blocks, start, stats_of, tcp, tokens_of
+from .driving import greedy
+from .models import TinyModel, prompts_of
+
+LONG = prompts_of((70, 90, 80, 75), 160, seed=93)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model: TinyFactory) -> TinyModel:
+    return tiny_model("Qwen3", num_hidden_layers=3)
+
+
+def test_two_processes_are_as_one(model: TinyModel) -> None:
+    """The client asks the producer for one token of each prompt, then the consumer for all of them. Both pools hold
+    two prompts; the producer sees the prompts once more, and what its pool still has is served too."""
+    port = free_port()
+    producer, pipe = start(serve_blocks, model.path, port, None)
+    try:
+        assert pipe.recv() == "ready"
+        for wait in Wait:
+            for mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
+                transfer = tcp(port, "kv_consumer", wait=wait.value)
+                with open_llm(model.path, transfer, cudagraph_mode=mode) as llm:
+                    for prompt in LONG:
+                        pipe.send(prompt)
+                        expected = model.greedy(prompt, 5)
+                        assert pipe.recv() == expected[:1]
+                        output = llm.generate(prompt, greedy(5))[0]
+                        assert list(output.outputs[0].token_ids) == expected
+                        assert output.num_cached_tokens == (len(prompt) - 1) // 16 * 16
+                    clients = llm._built.connector.scheduler._close.__self__._clients  # type: ignore[union-attr]
+                    assert any(client._sock for client in clients), "connections are kept from fetch to fetch"
+                    stats = stats_of(llm)
+                    assert (stats.deferred_requests, stats.failed_loads, stats.saved_blocks) == (4, 0, 0)
+        pipe.send(None)
+        produced = pipe.recv()
+        assert produced.saved_blocks == 18, "each block once, however often it was computed"
+        assert produced.failed_saves == 0
+        producer.join(60)
+        assert producer.exitcode == 0
+    finally:
+        producer.kill()
+
+
+def test_a_prompt_that_the_producer_has_not_seen(model: TinyModel) -> None:
+    port = free_port()
+    producer, pipe = start(serve_blocks, model.path, port, None)
+    try:
+        assert pipe.recv() == "ready"
+        with open_llm(model.path, tcp(port, "kv_consumer")) as llm:
+            assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
+            assert (stats_of(llm).hit_tokens, stats_of(llm).failed_loads) == (0, 0)
+    finally:
+        producer.kill()
+
+
+def test_no_producer(model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    """It is asked once, and then left alone for a while."""
+    with open_llm(model.path, tcp(free_port(), "kv_consumer", retry_s=60)) as llm:
+        for prompt in LONG:
+            assert tokens_of(llm, prompt) == model.greedy(prompt, 5)
+        assert stats_of(llm).failed_loads == 1
+    assert "no connection to a block server" in caplog.text
+
+
+def test_a_producer_killed_in_the_middle(model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    producer, pipe = start(serve_blocks, model.path, port, 3)
+    try:
+        assert pipe.recv() == "ready"
+        pipe.send(LONG[1])
+        expected = model.greedy(LONG[1], 5)
+        assert pipe.recv() == expected[:1]
+        with open_llm(model.path, tcp(port, "kv_consumer", retry_s=60)) as llm:
+            output = llm.generate(LONG[1], greedy(5))[0]
+            assert list(output.outputs[0].token_ids) == expected
+            assert output.num_cached_tokens == 32, "the two blocks that had come"
+            assert stats_of(llm).failed_loads == 1
+            assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
+        producer.join(60)
+        assert producer.exitcode == -9
+    finally:
+        producer.kill()
+    assert "2 of 5 came" in caplog.text
+
+
+def test_a_producer_that_hangs(model: TinyModel) -> None:
+    """It listens and says nothing."""
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        transfer = tcp(mute.getsockname()[1], "kv_consumer", timeout_s=0.3, retry_s=60)
+        with open_llm(model.path, transfer) as llm:
+            begun = time.monotonic()
+            assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
+            assert time.monotonic() - begun < 30
+            assert stats_of(llm).failed_loads == 1
+
+
+def test_a_producer_of_another_model(model: TinyModel, tiny_model: TinyFactory) -> None:
+    other = tiny_model("Qwen3", num_hidden_layers=3, seed=1)
+    port = free_port()
+    producer, pipe = start(serve_blocks, model.path, port, None)
+    try:
+        assert pipe.recv() == "ready"
+        pipe.send(LONG[0])
+        pipe.recv()
+        with open_llm(other.path, tcp(port, "kv_consumer")) as llm:
+            assert tokens_of(llm, LONG[0]) == other.greedy(LONG[0], 5)
+            assert (stats_of(llm).hit_tokens, stats_of(llm).failed_loads) == (0, 1)
+    finally:
+        producer.kill()

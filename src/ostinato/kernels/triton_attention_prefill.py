@@ -55,6 +55,7 @@ def prefill_kernel(
     row_slot,
     query_start,
     seq_lens,
+    kv_scales,  # [2, G] float32
     out,
     scale,
     num_tokens,
@@ -78,6 +79,7 @@ def prefill_kernel(
     NUM_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     INVARIANT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Grid (cdiv(T, NUM_QUERIES // GROUP) + R, G). INVARIANT: a query's bits do not depend on the queries beside it."""
     BLOCK: tl.constexpr = NUM_QUERIES // GROUP
@@ -120,6 +122,8 @@ def prefill_kernel(
         # tile adds to a query that sees none of it is exactly nothing: weights of 0, and a maximum that stays.
         num_full_tiles = 0 if INVARIANT else seen_by_all // TILE
 
+        if SCALED:
+            scale *= tl.load(kv_scales + kv_head)
         acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
         total = tl.zeros([NUM_QUERIES], dtype=tl.float32)
@@ -137,8 +141,11 @@ def prefill_kernel(
                 k_stride_block, k_stride_cell, v_stride_block, v_stride_cell,
                 HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, True,
             )  # fmt: skip
+        result = normalise(acc, total)
+        if SCALED:
+            result *= tl.load(kv_scales + tl.num_programs(1) + kv_head)
         out_tile = out + (token * out_stride_token + head * out_stride_head)[:, None] + dims[None, :]
-        tl.store(out_tile, normalise(acc, total).to(out.dtype.element_ty), mask=filled)
+        tl.store(out_tile, result.to(out.dtype.element_ty), mask=filled)
 
 
 def prefill_attention(
@@ -152,6 +159,7 @@ def prefill_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
     invariant: bool = False,
 ) -> None:
     """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous. `invariant`:
@@ -162,13 +170,13 @@ def prefill_attention(
     config = prefill_config(head_size, q.element_size())
     num_blocks = triton.cdiv(num_tokens, config.num_queries // group) + num_rows
     prefill_kernel[(num_blocks, num_kv_heads)](
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, out,
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, kv_scales, out,
         scale * _LOG2_E, num_tokens, num_rows, block_table.shape[1], block_table.stride(0),
         q.stride(0), q.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out.stride(0), out.stride(1),
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.head_pad, BLOCK_SIZE=block_size,
-        NUM_QUERIES=config.num_queries, TILE=config.tile, INVARIANT=invariant,
+        NUM_QUERIES=config.num_queries, TILE=config.tile, INVARIANT=invariant, SCALED=kv_scales is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

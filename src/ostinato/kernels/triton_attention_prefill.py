@@ -34,8 +34,9 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
-    """128 queries for two warpgroups in 16-bit types; small tiles for float32, which has no exact tensor core path."""
+def prefill_config(head_size: int, element_size: int, scaled: bool = False) -> PrefillConfig:
+    """128 queries for two warpgroups in 16-bit types; small tiles for float32, which has no exact tensor core path, and
+    where keys of a `scaled` cache take registers to convert."""
     head_pad = triton.next_power_of_2(head_size)
     if element_size > 2:
         return PrefillConfig(32 if head_pad <= 128 else 16, head_pad, tile=16, num_warps=4, num_stages=2)
@@ -43,7 +44,7 @@ def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
         return PrefillConfig(num_queries=128, head_pad=head_pad, tile=128, num_warps=8, num_stages=3)
     if head_pad <= 128:
         return PrefillConfig(num_queries=128, head_pad=head_pad, tile=64, num_warps=8, num_stages=3)
-    return PrefillConfig(num_queries=128, head_pad=head_pad, tile=32, num_warps=8, num_stages=2)
+    return PrefillConfig(num_queries=128, head_pad=head_pad, tile=16 if scaled else 32, num_warps=8, num_stages=2)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "table_width"])
@@ -167,7 +168,7 @@ def prefill_attention(
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    config = prefill_config(head_size, q.element_size())
+    config = prefill_config(head_size, q.element_size(), k_cache.element_size() == 1)
     num_blocks = triton.cdiv(num_tokens, config.num_queries // group) + num_rows
     prefill_kernel[(num_blocks, num_kv_heads)](
         q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, kv_scales, out,

@@ -59,9 +59,17 @@ class FusedConfig:
 
 
 def fused_config(
-    num_rows: int, num_splits: int, group: int, head_size: int, half: int, element_size: int, norm: bool
+    num_rows: int,
+    num_splits: int,
+    group: int,
+    head_size: int,
+    half: int,
+    element_size: int,
+    norm: bool,
+    scaled: bool = False,
 ) -> FusedConfig:
-    """`half`: rotated pairs of dimensions, half the width of the table of angles; `norm`: of queries and keys.
+    """`half`: rotated pairs of dimensions, half the width of the table of angles; `norm`: of queries and keys;
+    `scaled`: the cache is of one byte an element, which takes registers to convert.
 
     Measured on an H200 (`benchmarks/kernel_decode_attention.py`, and `tune_few.py` for one to four rows). With one
     split the rows fill the device: small programs, of which four or five fit a multiprocessor at once. With several it
@@ -73,7 +81,8 @@ def fused_config(
         if num_splits == 1:
             tile = min(8192 // tiles.head_pad, 64)
             # A norm's operands need registers, so that its programs take half a tile, and copy more of them ahead.
-            tiles = replace(tiles, tile=tile // 2 if norm else tile, num_stages=5 if norm else 2)
+            small = norm or (scaled and tiles.head_pad > 64)
+            tiles = replace(tiles, tile=tile // 2 if small else tile, num_stages=5 if norm else 2)
         else:
             many_warps = tiles.head_pad <= 64 or (norm and num_rows <= 4) or large
             tile = min(8192 // tiles.head_pad, 128)
@@ -292,7 +301,9 @@ def decode_attention(
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group, half, norm = num_heads // num_kv_heads, cos_sin.shape[1] // 2, q_norm is not None
-    config = config or fused_config(num_rows, num_splits, group, head_size, half, q.element_size(), norm)
+    config = config or fused_config(
+        num_rows, num_splits, group, head_size, half, q.element_size(), norm, k_cache.element_size() == 1
+    )
     pdl = pdl and starts_early(q.device)
     split = num_splits > 1
     if split:

@@ -38,7 +38,9 @@ def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def add_scales(folder: Path, scales: dict[str, torch.Tensor], layers: tuple[int, ...] = (0, 1)) -> None:
     tensors = {name: tensor.clone() for name, tensor in load_file(folder / "model.safetensors").items()}
     tensors |= {
-        f"model.layers.{layer}.self_attn.{kind}_scale": scale.clone() for layer in layers for kind, scale in scales.items()
+        f"model.layers.{layer}.self_attn.{kind}_scale": scale.clone()
+        for layer in layers
+        for kind, scale in scales.items()
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
@@ -109,9 +111,7 @@ def test_logits_stay_near_those_of_the_model_dtype(tmp_path: Path, mode: str, ba
         kind: {output.request.request_id: row for output, _, row in found.logits_by_request()}
         for kind, found in seen.items()
     }
-    errors = [
-        float((logits["fp8"][name] - wanted).norm() / wanted.norm()) for name, wanted in logits["auto"].items()
-    ]
+    errors = [float((logits["fp8"][name] - wanted).norm() / wanted.norm()) for name, wanted in logits["auto"].items()]
     assert 1e-4 < max(errors) < 0.08, errors
 
 

@@ -91,10 +91,10 @@ def wake_up(built: Built, tags: Sequence[str] | None) -> None:
 def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Overwrites parameters in place, by their names in the checkpoint; returns how many.
 
-    Scales of the KV cache may be among them, all or none. Recordings stay, because addresses do. Running requests are computed again from their tokens, and no cached prefix
-    is used any more. Raises WeightError for an unknown name or another shape: where others were written before it, the
-    engine then refuses to run until all parameters were written. Raises StaleGraphError, by name, if a parameter was
-    replaced by another tensor instead of being written to.
+    Scales of the KV cache may be among them, all or none. Recordings stay, because addresses do. Running requests are
+    computed again from their tokens, and no cached prefix is used any more. Raises WeightError for an unknown name or
+    another shape: where others were written before it, the engine then refuses to run until all parameters were
+    written. Raises StaleGraphError, by name, if a parameter was replaced by another tensor instead of being written to.
     """
     _require_mapped(built)
     engine, places = built.engine, destinations(built.model_config, built.weights.weights)
@@ -285,7 +285,9 @@ def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, pr
 def _other_pool(built: Built, config: EngineConfig) -> KVPool:
     """For another format, with memory behind the scratch block alone on CUDA. Raises ConfigError, WeightError."""
     if built.connector is not None:
-        raise ConfigError("kv_cache_dtype cannot be changed under a connector, which holds blocks of the present format")
+        raise ConfigError(
+            "kv_cache_dtype cannot be changed under a connector, which holds blocks of the present format"
+        )
     checkpoint = open_checkpoint(config.model, config.load_format)
     form = resolve_kv_format(config.kv_cache_dtype, built.dtype, built.device)
     return make_pool(config, checkpoint, built.model_config, form, built.device, built.max_model_len)

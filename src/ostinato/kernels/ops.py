@@ -534,7 +534,9 @@ def invariant_attention(
     """`attention` with `query_len` 0, where a token's output has the same bits however its prompt was cut into steps
     and whatever stands beside it: they follow from its query and from the keys and values up to its own position.
     """
-    _invariant_attention(q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales)
+    _invariant_attention(
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales
+    )
 
 
 def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -36,8 +36,8 @@ def attend_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Folds positions [first, first + TILE) into (acc, peak, total). Keys and values are used as they are stored, in the
-    type of `q`: where the cache has scales, they are the caller's to put into `scale` and the output.
+    """Folds positions [first, first + TILE) into (acc, peak, total). Keys and values are used as stored, in the type of
+    `q`: where the cache has scales, they are the caller's to put into `scale` and the output.
 
     MASKED false promises that every query sees the whole tile. Otherwise positions from `kv_len` on are not loaded,
     neither table entries nor keys nor values: 0 * NaN would be NaN, so masking the scores alone is not enough.

@@ -122,5 +122,16 @@ def invariant_attention(
 ) -> None:
     """See `ops.invariant_attention`."""
     prefill_attention(
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales, invariant=True
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        row_slot,
+        query_start,
+        seq_lens,
+        scale,
+        num_rows,
+        out,
+        kv_scales,
+        invariant=True,
     )

@@ -15,6 +15,6 @@ __all__ = ["encoded"]
 def encoded(x, scale, DTYPE: tl.constexpr):
     """What a pool of DTYPE stores of `x` under `scale`, which broadcasts to it."""
     scaled = x.to(tl.float32) / scale
-    if DTYPE == tl.float8e4nv:
+    if tl.float8e4nv == DTYPE:
         scaled = tl.clamp(scaled, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return scaled.to(DTYPE)

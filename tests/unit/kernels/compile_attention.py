@@ -72,7 +72,10 @@ def argument_type(name: str, scaled: bool) -> str:
 def main() -> None:
     for kernel, choices, num_warps, num_stages in cases():
         names = kernel.arg_names
-        signature = {name: "constexpr" if name in choices else argument_type(name, choices.get("SCALED", False)) for name in names}
+        signature = {
+            name: "constexpr" if name in choices else argument_type(name, choices.get("SCALED", False))
+            for name in names
+        }
         aligned = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)

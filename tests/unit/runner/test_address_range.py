@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from ostinato.errors import CapacityError
+from ostinato.kernels.kv_formats import kv_format
 from ostinato.models.config import parse_config
 from ostinato.runner.address_range import HostRange
-from ostinato.kernels.kv_formats import kv_format
 from ostinato.runner.memory import KVPool, WeightMemory
 
 CONFIG = parse_config(

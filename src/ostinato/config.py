@@ -14,6 +14,7 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 CAPTURES = ("eager", "lazy", "background")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
@@ -25,6 +26,9 @@ class EngineConfig:
     device                   "cpu", "cuda", "cuda:1"; None takes CUDA where it is.
     dtype                    of weights, activations and KV. "auto": float32 on the CPU; on CUDA the checkpoint's
                              16-bit type, else bfloat16.
+    kv_cache_dtype           of the KV cache. "auto": `dtype`; "fp8", "fp8_e4m3": one byte and scales for each layer and
+                             kv head; see docs/kv-cache.md.
+    calculate_kv_scales      where the checkpoint has no such scales, set them by the first prompt; else they are 1.
     max_model_len            tokens of prompt and output together; None takes the model's.
     max_num_seqs             requests that run at once; the ladder of recorded decode batches ends here.
     max_num_batched_tokens   tokens of one step over all requests; longer prompts run in chunks.
@@ -51,6 +55,8 @@ class EngineConfig:
     model: str
     device: str | None = None
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    calculate_kv_scales: bool = True
     load_format: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 256
@@ -86,6 +92,7 @@ class EngineConfig:
         for name in ("max_model_len", "num_gpu_blocks_override", "max_in_flight"):
             need(getattr(self, name) is None or (whole(name) and getattr(self, name) >= 1), name, "None or at least 1")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
+        need(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}")
         need(self.load_format in LOAD_FORMATS, "load_format", f"one of {', '.join(LOAD_FORMATS)}")
         need(self.capture in CAPTURES, "capture", f"one of {', '.join(CAPTURES)}")
         need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two")

@@ -9,6 +9,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.engine.resolve import resolve_dtype, resolve_ladders, resolve_max_model_len
 from ostinato.graphs.dispatch import Dispatcher
+from ostinato.kernels.kv_formats import kv_format
 from ostinato.models.config import ModelConfig, parse_config
 from ostinato.models.weights import allocate, check_names, destinations
 from ostinato.runner import memory
@@ -29,6 +30,7 @@ class Footprint:
 
     model_config: ModelConfig
     dtype: str
+    kv_cache_dtype: str
     max_model_len: int
     weight_bytes: int
     read_bytes: int
@@ -51,6 +53,7 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
     checkpoint = open_checkpoint(config.model, config.load_format)
     model_config = parse_config(checkpoint.config)
     dtype = resolve_dtype(config.dtype, model_config, torch.device(device_type))
+    form = kv_format(config.kv_cache_dtype, dtype)
     max_model_len = resolve_max_model_len(config, model_config)
     uniform, mixed = resolve_ladders(config)
     weights = allocate(model_config, lambda shape: torch.empty(shape, dtype=dtype, device=_META))
@@ -78,13 +81,14 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
     return Footprint(
         model_config=model_config,
         dtype=str(dtype).removeprefix("torch."),
+        kv_cache_dtype=form.name,
         max_model_len=max_model_len,
         weight_bytes=weight_bytes,
         read_bytes=weight_bytes - (0 if model_config.tie_word_embeddings else embed),
         state_bytes=RequestState(layout, model_config.vocab_size, _META).num_bytes(),
         buffer_bytes=buffers.num_bytes(),
         activation_bytes=_activation_bytes(model_config, config.max_num_batched_tokens, dtype.itemsize),
-        kv_token_bytes=memory.block_bytes(model_config, config.block_size, dtype) // config.block_size,
+        kv_token_bytes=memory.block_bytes(model_config, config.block_size, form) // config.block_size,
         uniform_sizes=uniform,
         mixed_sizes=mixed,
         num_recordings=len(Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs).keys()),

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.config import CAPTURES, DTYPES, LOAD_FORMATS, EngineConfig
+from ostinato.config import CAPTURES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode
 from ostinato.request import SamplingParams, StructuredOutputsParams
@@ -79,6 +79,8 @@ def json_object(text: str) -> dict[str, Any]:
 ENGINE_OPTIONS = (
     Option("device", str, "cpu, cuda or cuda:1; CUDA where it is", "NAME"),
     Option("dtype", str, f"of weights, activations and KV: {', '.join(DTYPES)}", "NAME"),
+    Option("kv_cache_dtype", str, f"of the KV cache: {', '.join(KV_CACHE_DTYPES)}", "NAME"),
+    Option("calculate_kv_scales", None, "FP8 KV: set scales by the first prompt where the checkpoint has none"),
     Option("load_format", str, f"{', '.join(LOAD_FORMATS)} (random weights)", "NAME"),
     Option("max_model_len", int, "tokens of prompt and output together; the model's limit"),
     Option("max_num_seqs", int, "requests that run at once; the ladder of recorded batches ends here"),

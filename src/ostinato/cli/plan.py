@@ -95,6 +95,7 @@ def _facts(
         "num_parameters": sizes.model_config.num_parameters(),
         "device": "cpu" if memory_bytes is None else "cuda",
         "dtype": sizes.dtype,
+        "kv_cache_dtype": sizes.kv_cache_dtype,
         "max_model_len": sizes.max_model_len,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
@@ -143,7 +144,10 @@ def _print(facts: dict[str, Any]) -> None:
     if facts["memory_bytes"] is not None:
         share, size = facts["gpu_memory_utilization"], facts["memory_bytes"]
         console.print(f"budget: {share} of {format_bytes(size)} = {format_bytes(share * size)}")
-    console.print(f"KV: {facts['kv_bytes_per_token']:,} bytes per token, {facts['kv_tokens']:,} tokens fit")
+    console.print(
+        f"KV: {facts['kv_cache_dtype']}, {facts['kv_bytes_per_token']:,} bytes per token, "
+        f"{facts['kv_tokens']:,} tokens fit"
+    )
     console.print(f"concurrency: {facts['max_concurrency']} requests of {facts['max_model_len']} tokens")
     console.print(f"mode {facts['cudagraph_mode']}: {facts['num_recordings']} recordings")
     for name, unit in (("uniform_sizes", "requests"), ("mixed_sizes", "tokens")):

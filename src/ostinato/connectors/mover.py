@@ -183,6 +183,8 @@ class _StreamLanes:
         with torch.cuda.device(device):
             self._stream = torch.cuda.Stream()
             self._events = [torch.cuda.Event(external=True) for _ in range(num_layers)]
+            for event in self._events:  # one that was never recorded does not exist yet: a graph would not wait for it
+                event.record(self._stream)
         self._under_way: list[tuple[int, torch.cuda.Event]] = []
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:

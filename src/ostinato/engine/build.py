@@ -27,6 +27,7 @@ from ostinato.engine.resolve import (
     num_in_flight,
     resolve_device,
     resolve_dtype,
+    resolve_kv_format,
     resolve_ladders,
     resolve_max_model_len,
 )
@@ -106,6 +107,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
     checkpoint = open_checkpoint(config.model, config.load_format)
     model_config = parse_config(checkpoint.config)
     dtype = resolve_dtype(config.dtype, model_config, device)
+    form = resolve_kv_format(config.kv_cache_dtype, dtype, device)
     max_model_len = resolve_max_model_len(config, model_config)
     uniform, mixed = resolve_ladders(config)
     ranges = make_ranges(config, device)
@@ -127,7 +129,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
     tokenizer = checkpoint.tokenizer()
     clock.lap("tokenizer")
 
-    pool = make_pool(config, model_config, dtype, device, max_model_len)
+    pool = make_pool(config, checkpoint, model_config, form, device, max_model_len)
     undo.callback(pool.close)
     connector = make_kv_connector(config, checkpoint, pool)
     if connector is not None:

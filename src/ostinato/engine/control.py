@@ -16,12 +16,14 @@ import torch
 
 from ostinato.config import EngineConfig
 from ostinato.engine.build import Built, Progress, recording_progress
-from ostinato.engine.parts import connect, load_weights, make_runner, warm_up
-from ostinato.engine.resolve import resolve_ladders
+from ostinato.engine.parts import connect, load_scales, load_weights, make_pool, make_runner, warm_up
+from ostinato.engine.resolve import resolve_kv_format, resolve_ladders
 from ostinato.engine.stats import RecordingStat, recording_stats
 from ostinato.errors import CapacityError, ConfigError, UnavailableError, WeightError
 from ostinato.graphs.dispatch import Dispatcher
+from ostinato.models.kv_scales import fill_scales, is_scale
 from ostinato.models.weights import destinations, is_ignorable
+from ostinato.runner.memory import KVPool
 from ostinato.runner.runner import Runner
 from ostinato.weights.checkpoint import open_checkpoint
 
@@ -29,7 +31,13 @@ logger = logging.getLogger("ostinato")
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 
-RECONFIGURABLE = ("cudagraph_capture_sizes", "cudagraph_mode", "max_num_batched_tokens", "max_num_seqs")
+RECONFIGURABLE = (
+    "cudagraph_capture_sizes",
+    "cudagraph_mode",
+    "kv_cache_dtype",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
 
 
 # -- sleep -------------------------------------------------------------------------------------------------------------
@@ -83,22 +91,27 @@ def wake_up(built: Built, tags: Sequence[str] | None) -> None:
 def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Overwrites parameters in place, by their names in the checkpoint; returns how many.
 
-    Recordings stay, because addresses do. Running requests are computed again from their tokens, and no cached prefix
-    is used any more. Raises WeightError for an unknown name or another shape: where others were written before it, the
-    engine then refuses to run until all parameters were written. Raises StaleGraphError, by name, if a parameter was
-    replaced by another tensor instead of being written to.
+    Scales of the KV cache may be among them, all or none. Recordings stay, because addresses do. Running requests are
+    computed again from their tokens, and no cached prefix is used any more. Raises WeightError for an unknown name or
+    another shape: where others were written before it, the engine then refuses to run until all parameters were
+    written. Raises StaleGraphError, by name, if a parameter was replaced by another tensor instead of being written to.
     """
     _require_mapped(built)
     engine, places = built.engine, destinations(built.model_config, built.weights.weights)
     engine.settle()
+    scales, new_scales = built.pool.storage.scales, list[tuple[str, torch.Tensor]]()
     written: set[str] = set()
     try:
         with torch.no_grad():
             for name, tensor in tensors:
+                if is_scale(name) and scales is not None:
+                    new_scales.append((name, tensor.cpu()))
                 if is_ignorable(name, built.model_config):
                     continue
                 _place(places, name, tensor).copy_(tensor)
                 written.add(name)
+            if scales is not None and fill_scales(new_scales, scales.values):
+                scales.pending = False
     except BaseException:
         if written and written != places.keys():
             engine.set_missing(
@@ -107,12 +120,12 @@ def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) ->
             )
         raise
     finally:
-        if written:
+        if written or new_scales:
             engine.scheduler.preempt_all(weights_changed=True)
     if written == places.keys():
         engine.set_there(WEIGHTS)
     engine.runner.verify_statics()
-    return len(written)
+    return len(written) + len(new_scales)
 
 
 def reload_weights(built: Built) -> None:
@@ -122,6 +135,8 @@ def reload_weights(built: Built) -> None:
     checkpoint = open_checkpoint(built.config.model, built.config.load_format)
     built.engine.scheduler.preempt_all(weights_changed=True)
     load_weights(built.config, checkpoint, built.model_config, built.weights.weights)
+    if (scales := built.pool.storage.scales) is not None:
+        load_scales(built.config, checkpoint, scales)
     built.engine.set_there(WEIGHTS)
     built.engine.runner.verify_statics()
 
@@ -162,7 +177,8 @@ class Reconfiguration:
 def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None = None) -> Reconfiguration:
     """Records again what `options` change (RECONFIGURABLE) and goes on with the running requests, whose KV stays.
 
-    Only the worst of them are computed again, where fewer rows or fewer KV blocks are left. Raises ConfigError for
+    Only the worst of them are computed again, where fewer rows or fewer KV blocks are left; all, where the KV cache
+    gets another format. Raises ConfigError for
     options that cannot be changed or do not fit, CaptureError or CapacityError where recording fails; all is then as it
     was before.
     """
@@ -180,7 +196,7 @@ def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None
     preempted = engine.scheduler.preemptions
     before = set(engine.runner.store.available())
     try:
-        if _same_sizes(config, built.config):
+        if _same_sizes(config, built.config) and _same_format(config, built):
             dropped = engine.runner.change_dispatcher(
                 dispatcher, recording_progress(progress), lambda: _num_blocks(built, engine.runner)
             )
@@ -219,31 +235,79 @@ def _same_sizes(one: EngineConfig, other: EngineConfig) -> bool:
     return (one.max_num_seqs, one.max_num_batched_tokens) == (other.max_num_seqs, other.max_num_batched_tokens)
 
 
+def _same_format(config: EngineConfig, built: Built) -> bool:
+    """Whether the KV pool may stay."""
+    return resolve_kv_format(config.kv_cache_dtype, built.dtype, built.device).name == built.pool.storage.name
+
+
 def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, progress: Progress | None) -> None:
-    """State and buffers of other sizes, so everything is recorded again; the old ones stay until all has succeeded."""
-    engine, old = built.engine, built.engine.runner
+    """State and buffers of other sizes, or another KV pool, so everything is recorded again; the old ones stay until
+    all has succeeded."""
+    engine, old, old_pool = built.engine, built.engine.runner, built.pool
     worker = None if built.connector is None else built.connector.worker
-    new = make_runner(config, old.model, built.pool, dispatcher, built.max_model_len, worker)
+    pool = old_pool if _same_format(config, built) else _other_pool(built, config)
+    try:
+        new = make_runner(config, old.model, pool, dispatcher, built.max_model_len, worker)
+    except BaseException:
+        if pool is not old_pool:
+            pool.close()
+        raise
     try:
         warm = warm_up(new)
         new.record(recording_progress(progress))
         budget = built.budget
-        num_blocks = built.pool.num_blocks
+        num_blocks = pool.num_blocks
         if budget is not None:
             budget = replace(budget, activation_bytes=warm.activation_bytes)
-            num_blocks = budget.num_blocks_for(built.pool, new.pending_bytes() - old.num_bytes())
+            goes = old.num_bytes() + (0 if pool is old_pool else old_pool.mapped_bytes)
+            num_blocks = budget.num_blocks_for(pool, new.pending_bytes() - goes)
+        if pool is not old_pool:
+            _exchange_memory(built, pool, num_blocks if budget is None else min(num_blocks, budget.min_blocks))
     except BaseException:
         new.close()
+        if pool is not old_pool:
+            pool.close()
         raise
     connect(config, new, engine.scheduler)
     new.take_over(old)
     engine.replace_runner(new)
     engine.scheduler.resize_rows(config.max_num_seqs, config.max_num_batched_tokens)
     old.close()
+    if pool is not old_pool:
+        old_pool.close()
+        built.pool = pool
+        engine.scheduler.resize_pool(pool.num_blocks)
     built.budget = budget
     libraries = built.measured.library_bytes + warm.library_bytes
     built.measured = replace(built.measured, library_bytes=libraries, activation_bytes=warm.activation_bytes)
     _resize_pool(built, num_blocks)
+
+
+def _other_pool(built: Built, config: EngineConfig) -> KVPool:
+    """For another format, with memory behind the scratch block alone on CUDA. Raises ConfigError, WeightError."""
+    if built.connector is not None:
+        raise ConfigError(
+            "kv_cache_dtype cannot be changed under a connector, which holds blocks of the present format"
+        )
+    checkpoint = open_checkpoint(config.model, config.load_format)
+    form = resolve_kv_format(config.kv_cache_dtype, built.dtype, built.device)
+    return make_pool(config, checkpoint, built.model_config, form, built.device, built.max_model_len)
+
+
+def _exchange_memory(built: Built, pool: KVPool, num_blocks: int) -> None:
+    """Takes the present pool's memory away, and its contents, for `num_blocks` of another. Raises CapacityError where
+    the device has no room for these: the present pool then has its memory again, or the engine sleeps without it."""
+    engine = built.engine
+    engine.scheduler.preempt_all()
+    built.pool.give_back()
+    try:
+        pool.resize(num_blocks)
+    except BaseException:
+        engine.set_missing(KV_CACHE, "its memory was given to others meanwhile: wake_up() to try again")
+        pool.give_back()
+        built.pool.take_back()
+        engine.set_there(KV_CACHE)
+        raise
 
 
 def _num_blocks(built: Built, runner: Runner) -> int:

@@ -121,6 +121,7 @@ class LLM:
             backend=runner.backend.name,
             device=str(built.device),
             dtype=str(built.dtype).removeprefix("torch."),
+            kv_cache_dtype=built.pool.storage.name,
             block_size=built.config.block_size,
             max_model_len=built.max_model_len,
             max_num_seqs=built.config.max_num_seqs,
@@ -158,8 +159,8 @@ class LLM:
 
     def reconfigure(self, *, on_progress: Progress | None = None, **options: Any) -> control.Reconfiguration:
         """Records again what these options change, and only that: `cudagraph_mode`, `cudagraph_capture_sizes`,
-        `max_num_seqs`, `max_num_batched_tokens`. Open requests go on. Says what it did and what it cost; on any error
-        everything is as it was before."""
+        `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_dtype`. Open requests go on. Says what it did and what it
+        cost; on any error everything is as it was before."""
         return control.reconfigure(self._require(), options, on_progress)
 
     @property

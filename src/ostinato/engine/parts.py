@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import torch
 
 from ostinato.config import EngineConfig
@@ -12,8 +14,11 @@ from ostinato.errors import ConfigError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.graphs.pending import Capture
+from ostinato.kernels.kv_formats import KVFormat
+from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import Decoder
+from ostinato.models.kv_scales import fill_scales, is_scale
 from ostinato.models.ranges import LayerRanges
 from ostinato.models.weights import DecoderWeights, check_names, destinations, fill, fill_random
 from ostinato.runner import memory
@@ -51,20 +56,48 @@ def make_ranges(config: EngineConfig, device: torch.device) -> LayerRanges | Non
     return LayerRanges(torch.cuda.nvtx)
 
 
+def load_scales(config: EngineConfig, checkpoint: Checkpoint, scales: KVScales) -> bool:
+    """Sets the scales of the KV cache from the checkpoint; False, and they stay, where it has none. Raises
+    WeightError."""
+    if config.load_format == "dummy" or not any(map(is_scale, checkpoint.tensor_infos())):
+        return False
+    scales.pending = not fill_scales(checkpoint.tensors(), scales.values)
+    return True
+
+
 def make_pool(
-    config: EngineConfig, model_config: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    model_config: ModelConfig,
+    form: KVFormat,
+    device: torch.device,
+    max_model_len: int,
+) -> memory.KVPool:
+    """A pool with its scales. Raises WeightError for those of the checkpoint."""
+    pool = _allocate_pool(config, model_config, form, device, max_model_len)
+    if (scales := pool.storage.scales) is not None:
+        try:
+            scales.pending = not load_scales(config, checkpoint, scales) and config.calculate_kv_scales
+        except BaseException:
+            pool.close()
+            raise
+    return pool
+
+
+def _allocate_pool(
+    config: EngineConfig, model_config: ModelConfig, form: KVFormat, device: torch.device, max_model_len: int
 ) -> memory.KVPool:
     """On CUDA, addresses for all that the device could hold and memory behind the scratch block alone; on the CPU all
     of it, which the system commits as it is used."""
     most = config.num_gpu_blocks_override
     if device.type == "cuda":
-        size = memory.block_bytes(model_config, config.block_size, dtype)
+        size = memory.block_bytes(model_config, config.block_size, form)
         most = most or torch.cuda.mem_get_info(device)[1] // size
-        return memory.KVPool(model_config, config.block_size, dtype, device, most=most)
+        return memory.KVPool(model_config, config.block_size, form, device, most=most)
     most = most or memory.cpu_num_blocks(
-        model_config, config.block_size, dtype, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
+        model_config, config.block_size, form, max_num_seqs=config.max_num_seqs, max_model_len=max_model_len
     )
-    pool = memory.KVPool(model_config, config.block_size, dtype, device, most=most)
+    pool = memory.KVPool(model_config, config.block_size, form, device, most=most)
     pool.resize(most)
     return pool
 
@@ -84,13 +117,30 @@ def make_kv_connector(config: EngineConfig, checkpoint: Checkpoint, pool: memory
         return None
     if not config.enable_prefix_caching:
         raise ConfigError("kv_transfer_config finds KV by the hashes of prefixes: leave enable_prefix_caching on")
+    return make_connector(
+        config.kv_transfer_config,
+        pool.storage,
+        block_size=config.block_size,
+        model=lambda: contents_name(config, checkpoint, pool.storage),
+    )
 
-    def model() -> str:
-        """What KV is of. Where bits matter, KV computed without `batch_invariant`, or elsewhere, is another's."""
-        name = f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint)
-        return f"{name} batch_invariant {pool.storage.pool.device.type}" if config.batch_invariant else name
 
-    return make_connector(config.kv_transfer_config, pool.storage, block_size=config.block_size, model=model)
+def contents_name(config: EngineConfig, checkpoint: Checkpoint, storage: KVStorage) -> str:
+    """Names what blocks hold: of which model, in which format, under which scales. Where bits matter, KV computed
+    without `batch_invariant`, or elsewhere, is another's. Raises ConfigError where scales are not known yet."""
+    model = f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint)
+    if config.batch_invariant:
+        model = f"{model} batch_invariant {storage.pool.device.type}"
+    scales = storage.scales
+    if scales is None:
+        return f"{model} {storage.name}"
+    if scales.pending:
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r}: the first prompt would set the scales, and another process "
+            "would read this one's blocks with its own: take a checkpoint with k_scale and v_scale, or "
+            "calculate_kv_scales=False"
+        )
+    return f"{model} {storage.name} {blake2b(scales.values.cpu().numpy().tobytes(), digest_size=16).hexdigest()}"
 
 
 def make_runner(
@@ -142,7 +192,6 @@ def connect(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> None:
                 state=runner.state,
                 buffers=runner.buffers,
                 storage=runner.storage,
-                block_size=config.block_size,
                 free_blocks=scheduler.kv.empty_blocks,
             )
         )

@@ -8,6 +8,7 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.buckets import mixed_ladder, uniform_ladder
 from ostinato.graphs.mode import RuntimeMode
+from ostinato.kernels.kv_formats import KVFormat, kv_format
 from ostinato.models.config import ModelConfig
 from ostinato.weights.base import Checkpoint
 
@@ -30,6 +31,19 @@ def resolve_dtype(name: str, model_config: ModelConfig, device: torch.device) ->
         else:
             name = model_config.dtype if model_config.dtype in ("float16", "bfloat16") else "bfloat16"
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+
+
+def resolve_kv_format(name: str, dtype: torch.dtype, device: torch.device) -> KVFormat:
+    """Raises ConfigError for a format that the device cannot convert."""
+    form = kv_format(name, dtype)
+    if form.has_scales and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 9):
+            raise ConfigError(
+                f"kv_cache_dtype={name!r} needs a device of compute capability 8.9 or later, this one has "
+                f"{capability[0]}.{capability[1]}: use kv_cache_dtype='auto'"
+            )
+    return form
 
 
 def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> int:

@@ -101,6 +101,7 @@ class EngineStats:
     backend: str
     device: str
     dtype: str
+    kv_cache_dtype: str
     block_size: int
     max_model_len: int
     max_num_seqs: int

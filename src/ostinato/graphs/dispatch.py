@@ -71,6 +71,7 @@ class Reason(enum.StrEnum):
     QUERY_LEN_NOT_RECORDED = "query length not recorded"
     NOT_RECORDED = "not recorded"
     NEEDS_HOST_WORK = "needs host work"
+    CALIBRATES_KV = "sets the scales of the KV cache"
 
 
 @dataclass(frozen=True, slots=True)

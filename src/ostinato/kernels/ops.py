@@ -103,7 +103,8 @@ _OPS: Final = (
         "kv_write",
         "reference_attention",
         "triton_kv_write",
-        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping) -> ()",
+        "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
+        "Tensor? kv_scales=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -111,7 +112,8 @@ _OPS: Final = (
         "reference_attention",
         "triton_attention",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
-        "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out) -> ()",
+        "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out, "
+        "Tensor? kv_scales=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -121,7 +123,7 @@ _OPS: Final = (
         "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
         "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor row_slot, "
         "Tensor seq_lens, float scale, int num_rows, int num_splits, Tensor(c!) out, Tensor(d!) counters, "
-        "bool pdl=False) -> ()",
+        "bool pdl=False, Tensor? kv_scales=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -190,7 +192,7 @@ _OPS: Final = (
         "reference_invariant",
         "triton_invariant",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
-        "Tensor seq_lens, float scale, int num_rows, Tensor(a!) out) -> ()",
+        "Tensor seq_lens, float scale, int num_rows, Tensor(a!) out, Tensor? kv_scales=None) -> ()",
         _no_output,
     ),
     _Op("embed", "reference", "triton_step", "(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()", _no_output),
@@ -318,13 +320,16 @@ def prepare(
     )
 
 
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
+) -> None:
     """Writes a step's keys and values into the paged cache.
 
     `k [T, G, D]`, `v [T, G, D]`, `k_cache! [N, B, G, D]`, `v_cache! [N, B, G, D]` (strided views), `slot_mapping
     [>=T]`: token t goes to block `slot // B`, place `slot % B`; a negative slot writes nothing.
+    `kv_scales [2, G]` float32, of keys and values: x is stored as x / scale (see `kv_formats`); None: as it is.
     """
-    _kv_write(k, v, k_cache, v_cache, slot_mapping)
+    _kv_write(k, v, k_cache, v_cache, slot_mapping, kv_scales)
 
 
 def attention(
@@ -340,6 +345,7 @@ def attention(
     num_rows: int,
     num_splits: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Causal attention of a step's queries over the paged cache, which already holds the step's own keys.
 
@@ -347,10 +353,23 @@ def attention(
     `query_start [>=num_rows + 1]`, `seq_lens [>=num_rows]`, `out! [T, H, D]`. Token j of a row with q tokens sees the
     positions below `seq_len - q + j + 1`; padding gives zeros. Nothing outside a row's live positions is used, NaN
     included. `query_len` 0: as `query_start` says, which on CUDA is read for long queries of one length too.
-    `num_splits` (short queries of one length, CUDA only) is how many programs share one row's keys.
+    `num_splits` (short queries of one length, CUDA only) is how many programs share one row's keys. `kv_scales`: as
+    they were written with (see `kv_write`).
     """
     _attention(
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, query_len, num_rows, num_splits, out
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        row_slot,
+        query_start,
+        seq_lens,
+        scale,
+        query_len,
+        num_rows,
+        num_splits,
+        out,
+        kv_scales,
     )
 
 
@@ -375,6 +394,7 @@ def decode_attention(
     out: Tensor,
     counters: Tensor,
     pdl: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """`rope`, `kv_write` and `attention` of a step with one token a row in one: takes raw q, k, v and keeps them.
 
@@ -407,6 +427,7 @@ def decode_attention(
         out,
         counters,
         pdl,
+        kv_scales,
     )
 
 
@@ -508,11 +529,14 @@ def invariant_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """`attention` with `query_len` 0, where a token's output has the same bits however its prompt was cut into steps
     and whatever stands beside it: they follow from its query and from the keys and values up to its own position.
     """
-    _invariant_attention(q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
+    _invariant_attention(
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales
+    )
 
 
 def embed(token_ids: Tensor, weight: Tensor, out: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.kernels.kv_formats import decode, encode
 from ostinato.kernels.reference import rope
 
 __all__ = ["Row", "attention", "decode_attention", "kv_write", "live_rows"]
@@ -20,11 +21,13 @@ __all__ = ["Row", "attention", "decode_attention", "kv_write", "live_rows"]
 _MAX_QUERIES_PER_CHUNK = 256
 
 
-def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def kv_write(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
+) -> None:
     """Stores each token's key and value in the cache cell that `slot_mapping` names.
 
     k, v [T, G, D]; k_cache, v_cache [N, B, G, D], any strides; slot_mapping [>= T] int32: block * B + offset, where a
-    negative slot marks a padded token, which writes nothing at all.
+    negative slot marks a padded token, which writes nothing at all. kv_scales [2, G]: as `kv_formats.encode`.
     """
     num_tokens, block_size = k.shape[0], k_cache.shape[1]
     slots = slot_mapping[:num_tokens].long()
@@ -32,8 +35,9 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     if not bool(live.all()):
         slots, k, v = slots[live], k[live], v[live]
     block, offset = slots // block_size, slots % block_size
-    k_cache[block, offset] = k.to(k_cache.dtype)
-    v_cache[block, offset] = v.to(v_cache.dtype)
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales.unsqueeze(-1)  # [G, 1] each
+    k_cache[block, offset] = encode(k, k_scale, k_cache.dtype)
+    v_cache[block, offset] = encode(v, v_scale, v_cache.dtype)
 
 
 def attention(
@@ -49,6 +53,7 @@ def attention(
     num_rows: int,
     num_splits: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """Causal attention of each row's new tokens over its paged keys and values, the new ones included.
 
@@ -58,7 +63,7 @@ def attention(
     with n tokens sees positions below seq_len - n + j + 1. Tokens that see nothing, and tokens of no row, get zeros.
 
     Nothing outside the first seq_len positions of a row is read: neither table entries nor cells. Scores, softmax and
-    the weighted sum are float32. `num_splits` only matters to the CUDA kernel.
+    the weighted sum are float32. kv_scales [2, G]: of what the cache holds. `num_splits` only matters on CUDA.
     """
     block_size = k_cache.shape[1]
     capacity = block_table.shape[1] * block_size
@@ -71,13 +76,15 @@ def attention(
     # One gather for the whole step: on short rows the calls cost more than the bytes.
     blocks = torch.cat([block_table[row.slot, :n] for row, n in zip(rows, num_blocks, strict=True)])
     keys, values = (cache.index_select(0, blocks).flatten(0, 1).transpose(0, 1) for cache in (k_cache, v_cache))
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales[..., None, None]  # [G, 1, 1] each
     grouped = (q.shape[0], k_cache.shape[2], q.shape[1] // k_cache.shape[2], q.shape[2])
     queries, outputs = (q.float() * scale).view(grouped), out.view(grouped)
     cell = 0
     for row, length, n in zip(rows, lengths, num_blocks, strict=True):
         span = slice(cell, cell + length)
         tokens = slice(row.start, row.end)
-        _attend(queries[tokens], keys[:, span].float(), values[:, span].float(), row.seq_len, outputs[tokens])
+        seen_keys, seen_values = decode(keys[:, span], k_scale), decode(values[:, span], v_scale)
+        _attend(queries[tokens], seen_keys, seen_values, row.seq_len, outputs[tokens])
         cell += n * block_size
 
 
@@ -102,6 +109,7 @@ def decode_attention(
     out: Tensor,
     counters: Tensor,
     pdl: bool = False,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """`rope`, `kv_write` and `attention` of a step with one token a row in turn, but q and k stay as they are.
 
@@ -109,9 +117,11 @@ def decode_attention(
     """
     q, k = q.clone(), k.clone()
     rope(q, k, positions, cos_sin, q_norm, k_norm, eps)
-    kv_write(k, v, k_cache, v_cache, slot_mapping)
+    kv_write(k, v, k_cache, v_cache, slot_mapping, kv_scales)
     no_starts = row_slot  # not read with a query length
-    attention(q, k_cache, v_cache, block_table, row_slot, no_starts, seq_lens, scale, 1, num_rows, num_splits, out)
+    attention(
+        q, k_cache, v_cache, block_table, row_slot, no_starts, seq_lens, scale, 1, num_rows, num_splits, out, kv_scales
+    )
 
 
 class Row(NamedTuple):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ostinato.kernels.kv_formats import decode
 from ostinato.kernels.reference_attention import live_rows
 
 __all__ = ["invariant_attention", "invariant_linear", "invariant_silu_mul"]
@@ -50,16 +51,21 @@ def invariant_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """See `ops.invariant_attention`. One call per token; as in `attention`, nothing behind a row's length is read."""
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     capacity = block_table.shape[1] * block_size
+    k_scale, v_scale = (None, None) if kv_scales is None else kv_scales.unsqueeze(-1)  # [G, 1] each
     out.zero_()
     for row in live_rows(row_slot, query_start, seq_lens, 0, num_rows, num_tokens=q.shape[0]):
         length = min(row.seq_len, capacity)
         blocks = block_table[row.slot, : -(-length // block_size)]
-        keys, values = (cache.index_select(0, blocks).flatten(0, 1).float() for cache in (k_cache, v_cache))
+        keys, values = (
+            decode(cache.index_select(0, blocks).flatten(0, 1), scale_of)
+            for cache, scale_of in ((k_cache, k_scale), (v_cache, v_scale))
+        )
         for token in range(row.start, row.end):
             visible = min(row.seq_len - row.end + token + 1, length)
             if visible > 0:

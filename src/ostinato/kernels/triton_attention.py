@@ -23,11 +23,14 @@ def attention(
     num_rows: int,
     num_splits: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """As `reference_attention.attention`. The grid follows from the arguments' shapes and the ints alone."""
     if 0 < query_len <= MAX_QUERY_LEN:
         decode_attention(
-            q, k_cache, v_cache, block_table, row_slot, seq_lens, scale, query_len, num_rows, num_splits, out
+            q, k_cache, v_cache, block_table, row_slot, seq_lens, scale, query_len, num_rows, num_splits, out, kv_scales
         )
     else:
-        prefill_attention(q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
+        prefill_attention(
+            q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales
+        )

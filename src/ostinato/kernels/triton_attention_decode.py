@@ -65,6 +65,7 @@ def decode_kernel(
     block_table,
     row_slot,
     seq_lens,
+    kv_scales,  # [2, G] float32
     out,
     partial_acc,  # [T, H, splits, HEAD_SIZE] float32, each already divided by its own sum
     partial_lse,  # [T, H, splits] float32, base 2; -inf where the split saw nothing
@@ -89,6 +90,7 @@ def decode_kernel(
     NUM_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Grid (G, R, splits). Writes `out` directly unless SPLIT."""
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -113,6 +115,8 @@ def decode_kernel(
     queries = tl.load(q_tile, mask=filled & busy, other=0.0)
     visible = tl.minimum(seq_len - QUERY_LEN + offset + 1, kv_len)
 
+    if SCALED:
+        scale *= tl.load(kv_scales + kv_head)
     acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
     peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
     total = tl.zeros([NUM_QUERIES], dtype=tl.float32)
@@ -125,6 +129,8 @@ def decode_kernel(
             HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, True,
         )  # fmt: skip
     result = normalise(acc, total)
+    if SCALED:
+        result *= tl.load(kv_scales + tl.num_programs(0) + kv_head)
     if SPLIT:
         part = (token * num_heads + head) * num_splits + split
         seen = total > 0.0
@@ -183,6 +189,7 @@ def decode_attention(
     num_rows: int,
     num_splits: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """`reference_attention.attention` with `query_len` 1 to MAX_QUERY_LEN; 16-bit or float32, rows contiguous.
 
@@ -202,14 +209,14 @@ def decode_attention(
     if num_tokens < out.shape[0]:
         out[num_tokens:].zero_()
     decode_kernel[(num_kv_heads, num_rows, num_splits)](
-        q, k_cache, v_cache, block_table, row_slot, seq_lens, out, partial_acc, partial_lse,
+        q, k_cache, v_cache, block_table, row_slot, seq_lens, kv_scales, out, partial_acc, partial_lse,
         scale * _LOG2_E, block_table.shape[1], block_table.stride(0),
         q.stride(0), q.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out.stride(0), out.stride(1),
         QUERY_LEN=query_len, GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.head_pad, BLOCK_SIZE=block_size,
-        NUM_QUERIES=config.num_queries, TILE=config.tile, SPLIT=num_splits > 1,
+        NUM_QUERIES=config.num_queries, TILE=config.tile, SPLIT=num_splits > 1, SCALED=kv_scales is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     if num_splits > 1:

@@ -34,8 +34,9 @@ class PrefillConfig:
     num_stages: int
 
 
-def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
-    """128 queries for two warpgroups in 16-bit types; small tiles for float32, which has no exact tensor core path."""
+def prefill_config(head_size: int, element_size: int, scaled: bool = False) -> PrefillConfig:
+    """128 queries for two warpgroups in 16-bit types; small tiles for float32, which has no exact tensor core path, and
+    where keys of a `scaled` cache take registers to convert."""
     head_pad = triton.next_power_of_2(head_size)
     if element_size > 2:
         return PrefillConfig(32 if head_pad <= 128 else 16, head_pad, tile=16, num_warps=4, num_stages=2)
@@ -43,7 +44,7 @@ def prefill_config(head_size: int, element_size: int) -> PrefillConfig:
         return PrefillConfig(num_queries=128, head_pad=head_pad, tile=128, num_warps=8, num_stages=3)
     if head_pad <= 128:
         return PrefillConfig(num_queries=128, head_pad=head_pad, tile=64, num_warps=8, num_stages=3)
-    return PrefillConfig(num_queries=128, head_pad=head_pad, tile=32, num_warps=8, num_stages=2)
+    return PrefillConfig(num_queries=128, head_pad=head_pad, tile=16 if scaled else 32, num_warps=8, num_stages=2)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "table_width"])
@@ -55,6 +56,7 @@ def prefill_kernel(
     row_slot,
     query_start,
     seq_lens,
+    kv_scales,  # [2, G] float32
     out,
     scale,
     num_tokens,
@@ -78,6 +80,7 @@ def prefill_kernel(
     NUM_QUERIES: tl.constexpr,
     TILE: tl.constexpr,
     INVARIANT: tl.constexpr,
+    SCALED: tl.constexpr,
 ):
     """Grid (cdiv(T, NUM_QUERIES // GROUP) + R, G). INVARIANT: a query's bits do not depend on the queries beside it."""
     BLOCK: tl.constexpr = NUM_QUERIES // GROUP
@@ -120,6 +123,8 @@ def prefill_kernel(
         # tile adds to a query that sees none of it is exactly nothing: weights of 0, and a maximum that stays.
         num_full_tiles = 0 if INVARIANT else seen_by_all // TILE
 
+        if SCALED:
+            scale *= tl.load(kv_scales + kv_head)
         acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
         peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
         total = tl.zeros([NUM_QUERIES], dtype=tl.float32)
@@ -137,8 +142,11 @@ def prefill_kernel(
                 k_stride_block, k_stride_cell, v_stride_block, v_stride_cell,
                 HEAD_SIZE, HEAD_PAD, BLOCK_SIZE, TILE, True,
             )  # fmt: skip
+        result = normalise(acc, total)
+        if SCALED:
+            result *= tl.load(kv_scales + tl.num_programs(1) + kv_head)
         out_tile = out + (token * out_stride_token + head * out_stride_head)[:, None] + dims[None, :]
-        tl.store(out_tile, normalise(acc, total).to(out.dtype.element_ty), mask=filled)
+        tl.store(out_tile, result.to(out.dtype.element_ty), mask=filled)
 
 
 def prefill_attention(
@@ -152,6 +160,7 @@ def prefill_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
     invariant: bool = False,
 ) -> None:
     """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous. `invariant`:
@@ -159,16 +168,16 @@ def prefill_attention(
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
-    config = prefill_config(head_size, q.element_size())
+    config = prefill_config(head_size, q.element_size(), k_cache.element_size() == 1)
     num_blocks = triton.cdiv(num_tokens, config.num_queries // group) + num_rows
     prefill_kernel[(num_blocks, num_kv_heads)](
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, out,
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, kv_scales, out,
         scale * _LOG2_E, num_tokens, num_rows, block_table.shape[1], block_table.stride(0),
         q.stride(0), q.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out.stride(0), out.stride(1),
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.head_pad, BLOCK_SIZE=block_size,
-        NUM_QUERIES=config.num_queries, TILE=config.tile, INVARIANT=invariant,
+        NUM_QUERIES=config.num_queries, TILE=config.tile, INVARIANT=invariant, SCALED=kv_scales is not None,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip

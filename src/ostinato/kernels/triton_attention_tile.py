@@ -36,7 +36,8 @@ def attend_tile(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Folds positions [first, first + TILE) into (acc, peak, total).
+    """Folds positions [first, first + TILE) into (acc, peak, total). Keys and values are used as stored, in the type of
+    `q`: where the cache has scales, they are the caller's to put into `scale` and the output.
 
     MASKED false promises that every query sees the whole tile. Otherwise positions from `kv_len` on are not loaded,
     neither table entries nor keys nor values: 0 * NaN would be NaN, so masking the scores alone is not enough.
@@ -63,6 +64,7 @@ def attend_tile(
         keys = tl.load(k_tile, mask=readable, other=0.0)
         values = tl.load(v_tile, mask=readable, other=0.0)
 
+    keys, values = keys.to(q.dtype), values.to(q.dtype)
     scores = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
     if MASKED:
         scores = tl.where(positions[None, :] < visible[:, None], scores, float("-inf"))

@@ -39,6 +39,7 @@ from ostinato.kernels.triton_attention_decode import DecodeConfig, decode_config
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_decode_heads import load_angles, load_pairs, normed, prefetch_tile, turned
 from ostinato.kernels.triton_decode_split import merge_parts, share_row
+from ostinato.kernels.triton_kv_format import encoded
 from ostinato.kernels.triton_launch import starts_early
 
 __all__ = ["FusedConfig", "decode_attention", "decode_fused_kernel", "fused_config"]
@@ -58,9 +59,17 @@ class FusedConfig:
 
 
 def fused_config(
-    num_rows: int, num_splits: int, group: int, head_size: int, half: int, element_size: int, norm: bool
+    num_rows: int,
+    num_splits: int,
+    group: int,
+    head_size: int,
+    half: int,
+    element_size: int,
+    norm: bool,
+    scaled: bool = False,
 ) -> FusedConfig:
-    """`half`: rotated pairs of dimensions, half the width of the table of angles; `norm`: of queries and keys.
+    """`half`: rotated pairs of dimensions, half the width of the table of angles; `norm`: of queries and keys;
+    `scaled`: the cache is of one byte an element, which takes registers to convert.
 
     Measured on an H200 (`benchmarks/kernel_decode_attention.py`, and `tune_few.py` for one to four rows). With one
     split the rows fill the device: small programs, of which four or five fit a multiprocessor at once. With several it
@@ -72,7 +81,8 @@ def fused_config(
         if num_splits == 1:
             tile = min(8192 // tiles.head_pad, 64)
             # A norm's operands need registers, so that its programs take half a tile, and copy more of them ahead.
-            tiles = replace(tiles, tile=tile // 2 if norm else tile, num_stages=5 if norm else 2)
+            small = norm or (scaled and tiles.head_pad > 64)
+            tiles = replace(tiles, tile=tile // 2 if small else tile, num_stages=5 if norm else 2)
         else:
             many_warps = tiles.head_pad <= 64 or (norm and num_rows <= 4) or large
             tile = min(8192 // tiles.head_pad, 128)
@@ -102,6 +112,7 @@ def decode_fused_kernel(
     block_table,
     row_slot,
     seq_lens,
+    kv_scales,  # [2, G] float32
     out,
     partial_acc,
     partial_lse,
@@ -137,6 +148,7 @@ def decode_fused_kernel(
     LIVE_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
     SPLIT: tl.constexpr,
+    SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -177,6 +189,10 @@ def decode_fused_kernel(
     if NORM:
         q_scale, q_other_scale = load_pairs(q_weight, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
         k_scale, k_other_scale = load_pairs(k_weight, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
+    if SCALED:
+        key_unit = tl.load(kv_scales + kv_head)
+        value_unit = tl.load(kv_scales + tl.num_programs(0) + kv_head)
+        scale *= key_unit
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -185,6 +201,8 @@ def decode_fused_kernel(
     head = kv_head * GROUP + packed
     is_query = packed < GROUP
     token = row.to(tl.int64)
+    # From here on keys and values are as stored, but in the type of the queries.
+    keys, values = keys.to(q.dtype.element_ty), values.to(q.dtype.element_ty)
     q_heads = q + token * q_stride_token + (head * q_stride_head)[:, None]
     queries, q_other = load_pairs(q_heads, is_query[:, None], HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
     if owns_new:
@@ -199,8 +217,15 @@ def decode_fused_kernel(
         own_cell = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
         k_cell = k_head + own_cell[0] * k_cache_stride_block + own_cell[1] * k_cache_stride_cell
         v_cell = v_head + own_cell[0] * v_cache_stride_block + own_cell[1] * v_cache_stride_cell
-        tl.store(k_cell + dims[None, :], new_key, mask=filled)
-        tl.store(v_cell + dims[None, :], new_value, mask=filled)
+        if SCALED:
+            stored_key = encoded(new_key, key_unit, k_cache.dtype.element_ty)
+            stored_value = encoded(new_value, value_unit, v_cache.dtype.element_ty)
+            tl.store(k_cell + dims[None, :], stored_key, mask=filled)
+            tl.store(v_cell + dims[None, :], stored_value, mask=filled)
+            new_key, new_value = stored_key.to(keys.dtype), stored_value.to(values.dtype)
+        else:
+            tl.store(k_cell + dims[None, :], new_key, mask=filled)
+            tl.store(v_cell + dims[None, :], new_value, mask=filled)
         is_own = (at == seq_len - 1)[:, None]
         keys = tl.where(is_own, new_key, keys)
         values = tl.where(is_own, new_value, values)
@@ -223,6 +248,8 @@ def decode_fused_kernel(
         )  # fmt: skip
 
     result = normalise(acc, total)
+    if SCALED:
+        result *= value_unit
     stored = is_query[:, None] & (dims < HEAD_SIZE)[None, :]
     if num_active == 1:
         out_tile = out + token * out_stride_token + (head * out_stride_head)[:, None] + dims[None, :]
@@ -263,6 +290,7 @@ def decode_attention(
     out: Tensor,
     counters: Tensor,
     pdl: bool = False,
+    kv_scales: Tensor | None = None,
     config: FusedConfig | None = None,
 ) -> None:
     """See `ops.decode_attention`. 16-bit or float32; last dimensions contiguous. `config`: instead of `fused_config`'s.
@@ -273,7 +301,9 @@ def decode_attention(
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group, half, norm = num_heads // num_kv_heads, cos_sin.shape[1] // 2, q_norm is not None
-    config = config or fused_config(num_rows, num_splits, group, head_size, half, q.element_size(), norm)
+    config = config or fused_config(
+        num_rows, num_splits, group, head_size, half, q.element_size(), norm, k_cache.element_size() == 1
+    )
     pdl = pdl and starts_early(q.device)
     split = num_splits > 1
     if split:
@@ -286,7 +316,7 @@ def decode_attention(
         out[num_rows:].zero_()
     decode_fused_kernel[(num_kv_heads, num_rows, num_splits)](
         q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot, seq_lens,
-        out, partial_acc, partial_lse, counters, eps, scale * _LOG2_E, block_table.shape[1],
+        kv_scales, out, partial_acc, partial_lse, counters, eps, scale * _LOG2_E, block_table.shape[1],
         cos_sin.stride(0), block_table.stride(0),
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
@@ -294,7 +324,7 @@ def decode_attention(
         out.stride(0), out.stride(1),
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.tiles.head_pad, HALF=half, VECTOR=config.vector, NORM=norm,
         BLOCK_SIZE=block_size, NUM_QUERIES=config.tiles.num_queries, TILE=config.tiles.tile, LIVE_PAD=config.live_pad,
-        CHUNK=config.chunk, SPLIT=split,
+        CHUNK=config.chunk, SPLIT=split, SCALED=kv_scales is not None,
         NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
         PDL=pdl,
         num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, launch_pdl=pdl,

@@ -118,8 +118,20 @@ def invariant_attention(
     scale: float,
     num_rows: int,
     out: Tensor,
+    kv_scales: Tensor | None = None,
 ) -> None:
     """See `ops.invariant_attention`."""
     prefill_attention(
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, invariant=True
+        q,
+        k_cache,
+        v_cache,
+        block_table,
+        row_slot,
+        query_start,
+        seq_lens,
+        scale,
+        num_rows,
+        out,
+        kv_scales,
+        invariant=True,
     )

@@ -17,6 +17,7 @@ import torch
 
 from ostinato.kernels import ops
 from ostinato.kernels.few_configs import max_few_rows
+from ostinato.kv.storage import LayerCache
 from ostinato.models.config import ModelConfig
 from ostinato.models.projections import (
     CompiledProjections,
@@ -30,7 +31,6 @@ from ostinato.models.rope import cos_sin_table
 from ostinato.models.weights import DecoderWeights, LayerWeights
 
 Cut = Callable[[str, Callable[[], None]], None]
-Cache = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Decoder:
         self,
         token_ids: torch.Tensor,  # [T] int32
         positions: torch.Tensor,  # [T] int32
-        caches: list[Cache],  # per layer: K and V, each [N, B, G, D], strided
+        caches: list[LayerCache],
         args: AttentionArgs,
         work: Workspace,
         cut: Cut,
@@ -110,7 +110,7 @@ class Decoder:
 
     def _forward(
         self,
-        layers: Iterable[tuple[LayerWeights, Cache]],
+        layers: Iterable[tuple[LayerWeights, LayerCache]],
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         args: AttentionArgs,
@@ -120,14 +120,14 @@ class Decoder:
         num_tokens, eps = token_ids.shape[0], self.config.rms_norm_eps
         project = self._projections(num_tokens)
         stream, qkv, attention_out = (tensor[:num_tokens] for tensor in (work.stream, work.qkv, work.attention_out))
-        query, key, value = self._split(qkv)
+        query, key, value = self.split(qkv)
         out = attention_out.view(num_tokens, self.config.num_heads, self.config.head_dim)
 
         ops.embed(token_ids, self.weights.embed, stream)
         delta: torch.Tensor | None = None
-        for layer, (k_cache, v_cache) in layers:
+        for layer, cache in layers:
             project.qkv(layer, delta, stream, eps, qkv)
-            attend = _Attention(self, layer, positions, query, key, value, k_cache, v_cache, args, out)
+            attend = _Attention(self, layer, positions, query, key, value, cache, args, out)
             if not attend.fused:
                 attend.rotate()
             cut("attention", attend)
@@ -148,7 +148,8 @@ class Decoder:
         """Whether the functions of a layer go through `torch.compile`."""
         return isinstance(self._plain, CompiledProjections)
 
-    def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of [T, (H + 2G) * D]: queries [T, H, D], keys and values [T, G, D]."""
         c = self.config
         query, key, value = qkv.split((c.query_size, c.kv_size, c.kv_size), dim=-1)
         return (
@@ -173,8 +174,7 @@ class _Attention:
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    k_cache: torch.Tensor
-    v_cache: torch.Tensor
+    cache: LayerCache
     args: AttentionArgs
     out: torch.Tensor
 
@@ -189,6 +189,7 @@ class _Attention:
 
     def __call__(self) -> None:
         model, layer, a = self.model, self.layer, self.args
+        k_cache, v_cache, scales = self.cache
         if self.fused:
             ops.decode_attention(
                 self.query,
@@ -200,8 +201,8 @@ class _Attention:
                 layer.k_norm,
                 model.config.rms_norm_eps,
                 a.slot_mapping,
-                self.k_cache,
-                self.v_cache,
+                k_cache,
+                v_cache,
                 a.block_table,
                 a.row_slot,
                 a.seq_lens,
@@ -211,14 +212,15 @@ class _Attention:
                 self.out,
                 a.counters,
                 True,
+                scales,
             )
             return
-        ops.kv_write(self.key, self.value, self.k_cache, self.v_cache, a.slot_mapping)
+        ops.kv_write(self.key, self.value, k_cache, v_cache, a.slot_mapping, scales)
         if model.batch_invariant:
             ops.invariant_attention(
                 self.query,
-                self.k_cache,
-                self.v_cache,
+                k_cache,
+                v_cache,
                 a.block_table,
                 a.row_slot,
                 a.query_start,
@@ -226,12 +228,13 @@ class _Attention:
                 model.scale,
                 a.num_rows,
                 self.out,
+                scales,
             )
             return
         ops.attention(
             self.query,
-            self.k_cache,
-            self.v_cache,
+            k_cache,
+            v_cache,
             a.block_table,
             a.row_slot,
             a.query_start,
@@ -241,4 +244,5 @@ class _Attention:
             a.num_rows,
             a.num_splits,
             self.out,
+            scales,
         )

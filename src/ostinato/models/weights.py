@@ -9,6 +9,7 @@ import torch
 
 from ostinato.errors import WeightError
 from ostinato.models.config import ModelConfig
+from ostinato.models.kv_scales import is_scale
 
 
 @dataclass(slots=True)
@@ -130,8 +131,11 @@ def check_names(
 
 
 def is_ignorable(name: str, config: ModelConfig) -> bool:
-    """Buffers that old checkpoints store, and the copy of a tied head."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+    """Buffers that old checkpoints store, the copy of a tied head, and scales of the KV cache, which are no parameters
+    of the model."""
+    if name.endswith("rotary_emb.inv_freq") or is_scale(name):
+        return True
+    return name == "lm_head.weight" and config.tie_word_embeddings
 
 
 def fill(places: dict[str, torch.Tensor], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:

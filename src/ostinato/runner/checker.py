@@ -35,12 +35,11 @@ class StepChecker:
         state: RequestState,
         buffers: StepBuffers,
         storage: KVStorage,
-        block_size: int,
         free_blocks: Callable[[], Iterable[int]],
     ) -> None:
         self._num_replays, self._poison = num_replays, poison
         self._state, self._buffers, self._storage = state, buffers, storage
-        self._block_size, self._free_blocks = block_size, free_blocks
+        self._free_blocks = free_blocks
         self._done: Counter[object] = Counter()
         self._plan: StepPlan | None = None
         self._tables = HostTables()
@@ -133,8 +132,7 @@ class StepChecker:
         plan, buffers = self._plan, self._buffers
         assert plan is not None
         num_rows, num_tokens = plan.num_rows, plan.num_tokens
-        slots = buffers.slot_mapping[:num_tokens].long()
-        written = self._storage.pool[slots // self._block_size, :, :, slots % self._block_size]
+        written = self._storage.cells(buffers.slot_mapping[:num_tokens].long())
         # in the order of the step, so that an error names the first thing that went wrong
         seen = {name: getattr(buffers, name) for name in _DERIVED}
         seen |= {

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import torch
 
 from ostinato.errors import CapacityError
-from ostinato.kv.storage import KVStorage
+from ostinato.kernels.kv_formats import KVFormat
+from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.config import ModelConfig
 from ostinato.models.weights import DecoderWeights, allocate
 from ostinato.runner.address_range import AddressRange, reserve
@@ -140,8 +141,8 @@ def _aligned(num_bytes: int) -> int:
 # -- KV ----------------------------------------------------------------------------------------------------------------
 
 
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    return block_size * config.kv_bytes_per_token(dtype.itemsize)
+def block_bytes(config: ModelConfig, block_size: int, form: KVFormat) -> int:
+    return block_size * config.kv_bytes_per_token(form.itemsize)
 
 
 def pool_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[int, ...]:
@@ -149,14 +150,18 @@ def pool_shape(config: ModelConfig, num_blocks: int, block_size: int) -> tuple[i
 
 
 class KVPool:
-    """Blocks with addresses for `most` of them and memory behind the first `num_blocks`, one of which is scratch."""
+    """Blocks with addresses for `most` of them and memory behind the first `num_blocks`, one of which is scratch. The
+    scales, where the format has some, lie outside: they stay when the blocks' memory goes."""
 
     def __init__(
-        self, config: ModelConfig, block_size: int, dtype: torch.dtype, device: torch.device, *, most: int
+        self, config: ModelConfig, block_size: int, form: KVFormat, device: torch.device, *, most: int
     ) -> None:
         shape = pool_shape(config, most, block_size)
-        self._range = reserve(prod(shape) * dtype.itemsize, device)
-        self.storage = KVStorage(self._range.tensor(dtype)[: prod(shape)].view(shape))
+        scales = None
+        if form.largest is not None:
+            scales = KVScales(config.num_layers, config.num_kv_heads, form.largest, device)
+        self._range = reserve(prod(shape) * form.itemsize, device)
+        self.storage = KVStorage(self._range.tensor(form.dtype)[: prod(shape)].view(shape), scales, form.name)
         self.num_blocks = 0
         self.resize(1)
 
@@ -183,11 +188,11 @@ class KVPool:
 
 
 def cpu_num_blocks(
-    config: ModelConfig, block_size: int, dtype: torch.dtype, *, max_num_seqs: int, max_model_len: int
+    config: ModelConfig, block_size: int, form: KVFormat, *, max_num_seqs: int, max_model_len: int
 ) -> int:
     """Enough for every row at full length, or 1 GiB, and always for one request of full length."""
     a_row = -(-max_model_len // block_size)
-    return 1 + max(a_row, min(a_row * max_num_seqs, CPU_KV_BYTES // block_bytes(config, block_size, dtype)))
+    return 1 + max(a_row, min(a_row * max_num_seqs, CPU_KV_BYTES // block_bytes(config, block_size, form)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from ostinato.connectors.protocol import KVConnectorWorker
 from ostinato.errors import OstinatoError, StaleGraphError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.capture import record_all
-from ostinato.graphs.dispatch import BatchKey, BatchShape, Decision, Dispatcher, StepCounters
+from ostinato.graphs.dispatch import BatchKey, BatchShape, Decision, Dispatcher, Reason, StepCounters
 from ostinato.graphs.mode import RuntimeMode
 from ostinato.graphs.pending import Capture, PendingKeys, first_keys
 from ostinato.graphs.recorder import Cut, Recorder, no_cut
@@ -29,7 +29,7 @@ from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
 from ostinato.kernels.splits import choose_num_splits
-from ostinato.kv.storage import KVStorage
+from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
 from ostinato.models.weights import DecoderWeights
 from ostinato.runner import logprobs
@@ -120,6 +120,8 @@ class Runner:
             self.statics.add(f"weights.{name}", _weight_getter(model.weights, name))
         self.statics.add("rope.cos_sin", lambda: model.cos_sin)
         self.statics.add("kv.pool", lambda: storage.pool)
+        if (scales := storage.scales) is not None:
+            self.statics.add("kv.scales", lambda: scales.values)
         for name, tensor in () if connector is None else connector.named():
             self.statics.add(name, partial(_same, tensor))
 
@@ -324,6 +326,10 @@ class Runner:
         return InFlight(plan, decision, ring_row, event, wanted, fetched, prompt)
 
     def _pick(self, shape: BatchShape, force_piecewise: bool) -> Decision:
+        if self.storage.scales is not None and self.storage.scales.pending:
+            # with ragged rows, whose keys are complete before the attention (`_calibrating`)
+            key = BatchKey(shape.num_tokens, shape.num_rows, None)
+            return Decision(RuntimeMode.NONE, key, Reason.CALIBRATES_KV)
         wanted = self.dispatcher.pick(shape, force_piecewise=force_piecewise)
         if self._available is None:
             return wanted
@@ -361,7 +367,12 @@ class Runner:
 
     def _run(self, decision: Decision, plan: StepPlan) -> None:
         mode, key = decision.mode, decision.key
-        if mode is RuntimeMode.NONE:
+        if decision.reason is Reason.CALIBRATES_KV:
+            scales = self.storage.scales
+            assert scales is not None
+            self._step(mode, key, self._calibrating(scales, key.num_tokens))
+            scales.pending = False
+        elif mode is RuntimeMode.NONE:
             self._step(mode, key, no_cut)
         elif self._checker is not None and self._checker.wants(decision):
             self.statics.verify(self.store.get(mode, key).addresses)
@@ -432,6 +443,19 @@ class Runner:
             cut(name, op if mode is RuntimeMode.FULL else partial(_between_hooks, connector, layer, op))
 
         return wait_and_cut
+
+    def _calibrating(self, scales: KVScales, num_tokens: int) -> Cut:
+        """Sets each layer's scales just before its keys and values are written, for the first time since they hold
+        anything: there is nothing in the cache under other scales, and this step's attention reads what it wrote."""
+        _, keys, values = self.model.split(self.buffers.work.qkv[:num_tokens])
+        layers = itertools.count()
+
+        def set_and_run(name: str, op: Callable[[], None]) -> None:
+            if name == "attention":
+                scales.calibrate(next(layers), keys, values, self.buffers.slot_mapping[:num_tokens] >= 0)
+            op()
+
+        return set_and_run
 
     def _head(self, num_rows: int, query_len: int) -> None:
         state, buffers = self.state, self.buffers

@@ -15,7 +15,8 @@ from ostinato.kernels.triton_attention_decode import combine_kernel, decode_conf
 from ostinato.kernels.triton_attention_prefill import prefill_config, prefill_kernel
 from ostinato.kernels.triton_kv_write import kv_write_kernel
 
-MODEL_POINTERS = {"q", "k", "v", "k_cache", "v_cache", "out"}
+MODEL_POINTERS = {"q", "k", "v", "out"}
+CACHES = {"k_cache", "v_cache"}
 SCALARS = {"num_tokens", "num_rows", "num_splits", "table_width"}
 # Head size, query heads per key head, (query length, split or not). A few corners: each takes a second or more.
 SHAPES: list[tuple[int, int, list[tuple[int, bool]]]] = [
@@ -25,6 +26,8 @@ SHAPES: list[tuple[int, int, list[tuple[int, bool]]]] = [
     (256, 8, [(1, True)]),
 ]
 ELEMENT_SIZE = 2
+SCALED = (False, True)
+"""A cache in the model's bfloat16, or in FP8 with scales."""
 
 
 def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
@@ -34,13 +37,17 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
         for query_len, split in variants:
             config = decode_config(query_len, group, head_size, ELEMENT_SIZE)
             choices = {**shape, **tile_choices(config), "QUERY_LEN": query_len, "SPLIT": split}
-            yield decode_kernel, choices, config.num_warps, config.num_stages
-        ragged = prefill_config(head_size, ELEMENT_SIZE)
-        choices = {**shape, **tile_choices(ragged), "INVARIANT": head_size == 256}
-        yield prefill_kernel, choices, ragged.num_warps, ragged.num_stages
+            for scaled in SCALED:
+                yield decode_kernel, {**choices, "SCALED": scaled}, config.num_warps, config.num_stages
+        for scaled in SCALED:
+            ragged = prefill_config(head_size, ELEMENT_SIZE, scaled)
+            choices = {**shape, **tile_choices(ragged), "INVARIANT": head_size == 256, "SCALED": scaled}
+            yield prefill_kernel, choices, ragged.num_warps, ragged.num_stages
     padded = {"HEAD_SIZE": 128, "HEAD_PAD": 128}
     yield combine_kernel, {**padded, "SPLITS_PAD": 128, "CHUNK": 16}, 4, 3
-    yield kv_write_kernel, {**padded, "NUM_HEADS": 8, "HEADS_PAD": 8, "BLOCK_SIZE": 16}, 4, 3
+    for scaled in SCALED:
+        choices = {**padded, "NUM_HEADS": 8, "HEADS_PAD": 8, "BLOCK_SIZE": 16, "PDL": True, "SCALED": scaled}
+        yield kv_write_kernel, choices, 4, 3
 
 
 def tile_choices(config: Any) -> dict[str, int]:
@@ -48,7 +55,11 @@ def tile_choices(config: Any) -> dict[str, int]:
     return {name.upper(): fields[name] for name in ("num_queries", "head_pad", "tile")}
 
 
-def argument_type(name: str) -> str:
+def argument_type(name: str, scaled: bool) -> str:
+    if name in CACHES:
+        return "*fp8e4nv" if scaled else "*bf16"
+    if name == "kv_scales":
+        return "*fp32"
     if name in MODEL_POINTERS:
         return "*bf16"
     if name.startswith("partial"):
@@ -61,7 +72,10 @@ def argument_type(name: str) -> str:
 def main() -> None:
     for kernel, choices, num_warps, num_stages in cases():
         names = kernel.arg_names
-        signature = {name: "constexpr" if name in choices else argument_type(name) for name in names}
+        signature = {
+            name: "constexpr" if name in choices else argument_type(name, choices.get("SCALED", False))
+            for name in names
+        }
         aligned = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)

@@ -12,8 +12,9 @@ from triton.compiler import ASTSource
 
 from ostinato.kernels.triton_decode_fused import decode_fused_kernel, fused_config
 
-MODEL_POINTERS = {"q", "k", "v", "q_weight", "k_weight", "k_cache", "v_cache", "out"}
-FLOAT_POINTERS = {"cos_sin", "partial_acc", "partial_lse"}
+MODEL_POINTERS = {"q", "k", "v", "q_weight", "k_weight", "out"}
+CACHES = {"k_cache", "v_cache"}
+FLOAT_POINTERS = {"cos_sin", "partial_acc", "partial_lse", "kv_scales"}
 SCALARS = {"table_width"}
 # Head size, query heads per key head, qk-norm, several splits, programmatic launch. A few corners: each takes seconds.
 SHAPES: list[tuple[int, int, bool, bool, bool]] = [
@@ -34,19 +35,22 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Kernel, compile-time arguments, launch options."""
     for head_size, group, norm, split, pdl in SHAPES:
         num_rows, num_splits = (1, 28) if split else (64, 1)
-        config = fused_config(num_rows, num_splits, group, head_size, head_size // 2, ELEMENT_SIZE, norm)
-        tiles = config.tiles
-        shape = {
-            "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": tiles.head_pad, "HALF": head_size // 2,
-            "VECTOR": config.vector, "NORM": norm, "BLOCK_SIZE": 16, "NUM_QUERIES": tiles.num_queries,
-            "TILE": tiles.tile, "LIVE_PAD": config.live_pad, "CHUNK": config.chunk,
-            "SPLIT": split, "NATIVE": True, "PDL": pdl,
-        }  # fmt: skip
-        options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl}
-        yield decode_fused_kernel, shape, options
+        for scaled in (False, True):  # a cache in the model's bfloat16, or in FP8 with scales
+            config = fused_config(num_rows, num_splits, group, head_size, head_size // 2, ELEMENT_SIZE, norm, scaled)
+            tiles = config.tiles
+            shape = {
+                "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": tiles.head_pad, "HALF": head_size // 2,
+                "VECTOR": config.vector, "NORM": norm, "BLOCK_SIZE": 16, "NUM_QUERIES": tiles.num_queries,
+                "TILE": tiles.tile, "LIVE_PAD": config.live_pad, "CHUNK": config.chunk,
+                "SPLIT": split, "SCALED": scaled, "NATIVE": True, "PDL": pdl,
+            }  # fmt: skip
+            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl}
+            yield decode_fused_kernel, shape, options
 
 
-def argument_type(name: str) -> str:
+def argument_type(name: str, scaled: bool) -> str:
+    if name in CACHES:
+        return "*fp8e4nv" if scaled else "*bf16"
     if name in MODEL_POINTERS:
         return "*bf16"
     if name in FLOAT_POINTERS:
@@ -59,7 +63,7 @@ def argument_type(name: str) -> str:
 def main() -> None:
     for kernel, choices, options in cases():
         names = kernel.arg_names
-        signature = {name: "constexpr" if name in choices else argument_type(name) for name in names}
+        signature = {name: "constexpr" if name in choices else argument_type(name, choices["SCALED"]) for name in names}
         aligned = {
             (index,): [["tt.divisibility", 16]]
             for index, name in enumerate(names)

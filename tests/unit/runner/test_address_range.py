@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ostinato.errors import CapacityError
+from ostinato.kernels.kv_formats import kv_format
 from ostinato.models.config import parse_config
 from ostinato.runner.address_range import HostRange
 from ostinato.runner.memory import KVPool, WeightMemory
@@ -81,7 +82,7 @@ def test_weights_go_and_come_back_to_the_same_place(keep: bool) -> None:
 
 
 def test_blocks_go_and_come_back() -> None:
-    pool = KVPool(CONFIG, 16, torch.float32, CPU, most=20)
+    pool = KVPool(CONFIG, 16, kv_format("auto", torch.float32), CPU, most=20)
     pool.resize(20)
     pool.storage.pool.fill_(3.0)
     pool.give_back()

@@ -52,6 +52,7 @@ def engine_facts(stats: EngineStats) -> dict[str, Any]:
         "num_recordings": stats.num_recordings,
         "recording_bytes": stats.recording_bytes,
         "num_blocks": stats.num_blocks,
+        "kv_cache_dtype": stats.kv_cache_dtype,
         "startup_s": stats.startup_s,
     }
 

@@ -204,6 +204,17 @@ def test_capped(server: FakeServer, tmp_path: Path) -> None:
     assert (summary["num_completed"], summary["max_in_flight"], server.most_open) == (20, 3, 3)
 
 
+def test_several_client_processes(server: FakeServer, tmp_path: Path) -> None:
+    """All of what is asked for is open at once, over all processes, and each request is sent once."""
+    server.gate_at = 5
+    options = "--num-prompts 15 --random-output-len 2 --num-warmups 0 --max-concurrency 5 --client-processes 3"
+    bench(server, f"{options} --json {tmp_path / 'r.json'}")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["summary"]["num_completed"], server.most_open, report["client"]["processes"]) == (15, 5, 3)
+    assert len({json.dumps(body["prompt"]) for body in server.bodies}) == 15
+    assert len(report["requests"]) == 15
+
+
 def test_chat(server: FakeServer, tmp_path: Path) -> None:
     options = f"--endpoint /v1/chat/completions --num-prompts 3 --random-output-len 4 --json {tmp_path / 'r.json'}"
     bench(server, options, "--model", "tiny-2", "--extra-body", '{"top_k": 1}')
@@ -246,6 +257,7 @@ def test_nothing_completed_is_exit_code_1(server: FakeServer) -> None:
         (["--api-key", KEY, "--goodput", "itl:3"], "", "'itl:3' is not one of ttft:MS, tpot:MS, e2el:MS"),
         (["--request-rate", "0"], "", "neither inf nor a number"),
         (["--max-concurrency", "0"], "", "--max-concurrency 0: must be at least 1"),
+        (["--client-processes", "3", "--max-concurrency", "2"], "", "there is work for 2 at most"),
         (["--random-range-ratio", "1"], "", "must be at least 0 and below 1"),
         (["--token-ids", "--endpoint", "/v1/chat/completions"], "", "chat messages are text"),
         (["--extra-body", "[]"], "", "'[]' is not a JSON object"),

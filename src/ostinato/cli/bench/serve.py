@@ -35,6 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--vocab-size", type=int, default=10_000, metavar="N", help="with --token-ids: ids stay below [10000]")
     add("--request-rate", type=rate, default=math.inf, metavar="F", help="arrivals a second; inf: all at once [inf]")
     add("--max-concurrency", type=int, metavar="N", help="requests open at once [no limit]")
+    add("--client-processes", type=int, default=1, metavar="N", help="that send and read, where one is too slow [1]")
     add("--num-warmups", type=int, default=1, metavar="N", help="requests before the test, one by one [1]")
     add("--goodput", type=limit, nargs="+", default=[], metavar="NAME:MS", help=f"limits, of {', '.join(LIMITS)}")
     add("--ignore-eos", action=argparse.BooleanOptionalAction, default=True, help="full-length answers, if known [on]")
@@ -113,9 +114,12 @@ def json_object(text: str) -> dict[str, Any]:
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError before anything is sent."""
     least = {"num_prompts": 1, "random_input_len": 1, "random_output_len": 1, "vocab_size": 2, "num_warmups": 0}
-    options.require_least(args, **least)
+    options.require_least(args, client_processes=1, **least)
     if args.max_concurrency is not None:
         options.require_least(args, max_concurrency=1)
+    most = args.num_prompts if args.max_concurrency is None else min(args.num_prompts, args.max_concurrency)
+    if args.client_processes > most:
+        raise ConfigError(f"--client-processes {args.client_processes}: there is work for {most} at most")
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(f"--random-range-ratio {args.random_range_ratio}: must be at least 0 and below 1")
     if not args.timeout > 0:

@@ -17,6 +17,7 @@ from ostinato.cli import variables
 from ostinato.cli.bench.serve_client import Client, Target
 from ostinato.cli.bench.serve_drive import WallClock, run_jobs
 from ostinato.cli.bench.serve_load import Load, make_jobs, make_warm_up
+from ostinato.cli.bench.serve_split import run_split
 from ostinato.cli.bench.serve_stats import Outcome
 from ostinato.errors import OstinatoError
 from ostinato.progress import bar
@@ -50,15 +51,21 @@ async def _measure(args: argparse.Namespace, target: Target) -> Measured:
         await warm_up(client, load, args.num_warmups)
         version = await client.find_version()
         with bar("requests", len(jobs)) as update:
-            before, clock = time.process_time(), WallClock()
-            outcomes = await run_jobs(jobs, client.send, clock, args.max_concurrency, Tally(update).take)
-            busy_share = (time.process_time() - before) / clock.now()
+            take = Tally(update).take
+            if args.client_processes > 1:
+                split = (jobs, target, args.client_processes, args.max_concurrency, _fast_loop(), take)
+                outcomes, busy_share = await asyncio.to_thread(run_split, *split)
+            else:
+                before, clock = time.process_time(), WallClock()
+                outcomes = await run_jobs(jobs, client.send, clock, args.max_concurrency, take)
+                busy_share = (time.process_time() - before) / clock.now()
     loop = type(asyncio.get_running_loop()).__module__.partition(".")[0]
     facts = {
         "ostinato": ostinato.__version__,
         "python": platform.python_version(),
         "aiohttp": aiohttp.__version__,
         "event_loop": loop,
+        "processes": args.client_processes,
     }
     return Measured(load.model, version, outcomes, busy_share, facts)
 

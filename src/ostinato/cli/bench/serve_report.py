@@ -124,4 +124,6 @@ def print_report(report: dict[str, Any]) -> None:
         console.print(failures)
     busy = report["client"]["busy_share"]
     if busy > BUSY:
-        console.print(f"this client used {busy:.0%} of a core: it is part of what was measured")
+        console.print(
+            f"this client used {busy:.0%} of a core: it is part of what was measured, and more --client-processes help"
+        )

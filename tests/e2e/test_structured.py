@@ -166,3 +166,17 @@ def test_a_token_outside_the_structure_fails_its_request_alone(llm: LLM) -> None
     assert good.request.finish_reason == "length" and len(good.request.output_token_ids) == 5
     assert [delta.finish_reason for delta in deltas if delta.request_id == "bad"] == ["error"]
     engine.scheduler.check_integrity()
+
+
+def test_a_vocabulary_that_the_library_refuses(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a release that is too old does: this request is told, and others go on."""
+    import llguidance
+
+    def refuse(*args: object, **options: object) -> None:
+        raise TypeError("argument 'eos_token': 'list' object cannot be interpreted as an integer")
+
+    monkeypatch.setattr(llguidance, "LLTokenizer", refuse)
+    with open_llm(model) as llm:
+        with pytest.raises(ConfigError, match=r"1\.7 or later is needed.*eos_token"):
+            llm.generate("a", SamplingParams(structured_outputs=StructuredOutputsParams(choice=["b"])))
+        assert len(llm.generate("a", SamplingParams(max_tokens=3, ignore_eos=True))[0].outputs[0].token_ids) == 3

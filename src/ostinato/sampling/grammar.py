@@ -88,9 +88,15 @@ class GrammarCompiler:
     def _vocabulary(self, library: Any) -> Any:
         with self._lock:
             if self._tokens is None:
-                self._tokens = library.LLTokenizer(
-                    self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos
-                )
+                try:
+                    self._tokens = library.LLTokenizer(
+                        self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=self._eos
+                    )
+                except (TypeError, ValueError) as error:  # also how a release that is too old refuses the list
+                    raise ConfigError(
+                        f"llguidance cannot read this model's vocabulary (1.7 or later is needed): {error}",
+                        field="structured_outputs",
+                    ) from error
             return self._tokens
 
     def _library(self) -> Any:

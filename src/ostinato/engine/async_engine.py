@@ -1,7 +1,7 @@
 """`AsyncEngine`: the engine for an event loop. It never blocks the loop, and the loop never blocks it.
 
 The engine lives on a thread of its own, and nothing of it is touched from anywhere else: requests, aborts and questions
-go there through a queue and run between steps; the deltas of a step come back as one callback of the loop.
+go there through a queue and run between steps; the deltas of steps come back in batches (`deliveries.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from ostinato.engine.deliveries import Deliveries
 from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.llm import LLM
 from ostinato.engine.output import Delta, OutputState
@@ -65,6 +66,7 @@ class AsyncEngine:
     def start(self) -> None:
         """Begins to make the engine. Needs a running event loop, which is then the engine's."""
         self._loop = asyncio.get_running_loop()
+        self._deliveries = Deliveries(self._loop, self._on_stepped)
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._thread.start()
@@ -202,7 +204,7 @@ class AsyncEngine:
         self._post(self._on_opened, EngineInfo(llm.tokenizer, llm.stats()))
 
     def _stepped(self, deltas: Sequence[Delta], at_s: float) -> None:
-        self._post(self._on_stepped, deltas, at_s)
+        self._deliveries.put((deltas, at_s))
 
     def _thread_ended(self, error: BaseException | None) -> None:
         self._post(self._on_ended, error)
@@ -219,9 +221,9 @@ class AsyncEngine:
             self.state = EngineState.RUNNING
         self._ready.set_result(None)
 
-    def _on_stepped(self, deltas: Sequence[Delta], at_s: float) -> None:
+    def _on_stepped(self, steps: Sequence[tuple[Sequence[Delta], float]]) -> None:
         stats = self.request_stats
-        for delta in deltas:
+        for delta, at_s in ((delta, at_s) for deltas, at_s in steps for delta in deltas):
             member = self._members.get(delta.request_id)
             if member is None:  # aborted since
                 continue
@@ -241,6 +243,7 @@ class AsyncEngine:
             self._idle.set()
 
     def _on_ended(self, error: BaseException | None) -> None:
+        self._deliveries.flush()
         if error is not None:
             self.state = EngineState.DEAD
             self._failure = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")

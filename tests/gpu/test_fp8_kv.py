@@ -2,12 +2,13 @@
 
 The format alone moves log-probabilities of these models (random, std 0.1) by 0.12 in the root mean square and 0.53 at
 most, as seen on the CPU, over 365 tokens of the prompts and answers of `test_every_mode` for either head size. Bounds
-are above that, for bfloat16 adds its own. FP8 itself is compared with FP8 up to near-ties: rounding in bfloat16 makes only a few
-elements fall to the other side in FP8, each by 1/8 of its value at most.
+are above that, for bfloat16 adds its own. FP8 itself is compared with FP8 up to near-ties: rounding in bfloat16 makes
+only a few elements fall to the other side in FP8, each by 1/8 of its value at most.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -88,7 +89,8 @@ def test_every_mode(small_model: ModelFactory, device: torch.device, head_dim: i
                 answered += [one - other for one, other in zip(seen, row[-len(seen) :], strict=True)]
             assert_near(answered)
             if mode == "NONE":
-                assert_near([a - b for one, two in zip(prefilled, expected, strict=True) for a, b in zip(one, two)])
+                pairs = zip(chain.from_iterable(prefilled), chain.from_iterable(expected), strict=True)
+                assert_near([one - other for one, other in pairs])
 
 
 def test_recording_and_sleep_leave_the_scales(small_model: ModelFactory, device: torch.device) -> None:

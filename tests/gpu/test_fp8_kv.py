@@ -179,6 +179,7 @@ def test_blocks_come_back_from_host_memory_as_they_were(
             state = llm.engine.add_request(name, LONG[0], greedy(8))
             while state.num_tokens < 1:
                 llm.engine.step()
+            torch.cuda.synchronize()
             table = list(llm.engine.scheduler.kv.table(name)[:4])
             held = llm.engine.runner.storage.pool.view(torch.uint8)[table]
             while llm.engine.has_unfinished:

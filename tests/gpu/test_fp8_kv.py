@@ -9,6 +9,8 @@ only a few elements fall to the other side in FP8, each by 1/8 of its value at m
 from __future__ import annotations
 
 from itertools import chain
+from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -18,7 +20,8 @@ from ostinato import LLM, RequestOutput
 from ostinato.connectors.protocol import Wait
 
 from ..e2e.driving import MODES, counts_of, greedy
-from ..e2e.models import prompts_of
+from ..e2e.models import TinyModel, prompts_of
+from ..e2e.test_fp8_kv import add_scales
 from .conftest import ModelFactory
 from .test_engine import NEAR_TIE, PROMPTS, V, assert_same_up_to_near_ties, open_llm
 
@@ -93,15 +96,24 @@ def test_every_mode(small_model: ModelFactory, device: torch.device, head_dim: i
                 assert_near([one - other for one, other in pairs])
 
 
-def test_recording_and_sleep_leave_the_scales(small_model: ModelFactory, device: torch.device) -> None:
-    params = greedy(20, logprobs=5)
-    with open_llm(small_model(), device, "bfloat16", "FULL_AND_PIECEWISE", kv_cache_dtype="fp8", check=3) as llm:
-        scales = scales_of(llm)
-        address = scales.data_ptr()
-        assert scales.eq(1).all(), "warming up and recording run over padding, which does not count"
+@pytest.mark.parametrize("source", ["calibrated", "checkpoint"])
+def test_recording_and_sleep_leave_the_scales(
+    small_model: ModelFactory, device: torch.device, tmp_path: Path, source: str
+) -> None:
+    """Those of the checkpoint are 0.5 for keys and 2.0 for values."""
+    model, params = small_model(), greedy(20, logprobs=5)
+    if source == "checkpoint":
+        model = TinyModel(Path(copytree(model.path, tmp_path / "scaled")))
+        add_scales(model.path, {"k": torch.tensor(0.5), "v": torch.tensor(2.0)})
+    with open_llm(model, device, "bfloat16", "FULL_AND_PIECEWISE", kv_cache_dtype="fp8", check=3) as llm:
+        address, recorded = scales_of(llm).data_ptr(), scales_of(llm).clone()
         expected = llm.generate(PROMPTS, params)
-        known = scales.clone()
-        assert known.ne(1).all()
+        known = scales_of(llm).clone()
+        if source == "checkpoint":
+            assert torch.equal(recorded, known) and known[:, 0].eq(0.5).all() and known[:, 1].eq(2.0).all()
+        else:
+            assert recorded.eq(1).all(), "warming up and recording run over padding, which does not count"
+            assert known.ne(1).all()
 
         def assert_same() -> None:
             assert scales_of(llm).data_ptr() == address and torch.equal(scales_of(llm), known)
@@ -116,7 +128,7 @@ def test_recording_and_sleep_leave_the_scales(small_model: ModelFactory, device:
             assert_same()
             assert_same_up_to_near_ties(expected, llm.generate(PROMPTS, params), TIE)
         assert_same()
-        assert counts_of(llm)[CALIBRATES] == 1
+        assert counts_of(llm).get(CALIBRATES, 0) == (source == "calibrated")
 
 
 def test_about_twice_as_many_blocks_fit(small_model: ModelFactory, device: torch.device) -> None:

@@ -15,6 +15,7 @@ from ostinato.errors import CaptureError, ConfigError, StaleGraphError, WeightEr
 from ostinato.graphs.tape import TapeBackend
 
 from .conftest import TinyFactory
+from .connecting import disk, stats_of, until
 from .driving import ALWAYS, MODES, counts_of, drive, greedy
 from .models import TinyModel, build_tiny, prompts_of
 
@@ -266,3 +267,32 @@ def test_connectors(model: TinyModel) -> None:
         assert tokens(llm) == expected
         with pytest.raises(ConfigError, match="cannot be changed under a connector"):
             llm.reconfigure(kv_cache_dtype="auto")
+
+
+def test_blocks_on_disk_never_load_in_another_format(model: TinyModel, tmp_path: Path) -> None:
+    """Engines of both formats fill one folder, and each finds its own blocks alone."""
+    prompts = prompts_of((70, 90), 160, seed=4)
+    options: dict[str, Any] = {"calculate_kv_scales": False, "num_gpu_blocks_override": 16}
+
+    def answers(kind: str, role: str = "kv_both", **more: Any) -> tuple[list[list[int]], int]:
+        transfer = disk(tmp_path, role)
+        with open_llm(model.path, kv_cache_dtype=kind, kv_transfer_config=transfer, **{**options, **more}) as llm:
+            found = [list(llm.generate(prompt, greedy(8))[0].outputs[0].token_ids) for prompt in prompts]
+            until(lambda: stats_of(llm).pending_saves == 0)
+            assert stats_of(llm).failed_loads == stats_of(llm).failed_saves == 0
+            return found, stats_of(llm).hit_tokens
+
+    exact = [model.greedy(prompt, 8) for prompt in prompts]
+    rounded, hits = answers("fp8")
+    assert hits == 0
+    assert len(files_in(tmp_path)) == 4 + 6, "the answers fill a block of the second prompt"
+    assert answers("auto") == (exact, 0)
+    assert len(files_in(tmp_path)) == 2 * (4 + 6)
+    assert answers("auto", "kv_consumer") == (exact, 64 + 80)
+    assert answers("fp8_e4m3", "kv_consumer") == (rounded, 64 + 80)
+    with pytest.raises(ConfigError, match="calculate_kv_scales=False"):
+        answers("fp8", calculate_kv_scales=True)
+
+
+def files_in(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))

@@ -32,6 +32,7 @@ from ostinato.cli.bench.serve_load import Load, make_jobs
 
 READY_S = 400.0
 MAX_MODEL_LEN = 4096
+PEER_KV_BYTES = 60 << 30  # more than any load here needs; given, so that the peer need not find out what fits
 
 
 def main() -> None:
@@ -50,18 +51,11 @@ def main() -> None:
             "client_processes": args.client_processes,
             "results": [],
         }
-        for concurrency in args.concurrency:
-            row = {"who": "ostinato, no server", "concurrency": concurrency} | offline(args, model, concurrency)
-            keep(report, row, args.out)
-        ours = [sys.executable, "-m", "ostinato.cli", "serve", str(model), "--load-format", "dummy", "--max-num-seqs"]
-        ours += ["256", "--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
-        with server(ours, dict(os.environ)) as url:
-            for row in loads(args, url, "ostinato serve"):
-                keep(report, row, args.out)
         if args.peer_path is not None:
             peer = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
             peer += ["--load-format", "dummy", "--max-num-seqs", "256", "--max-model-len", str(MAX_MODEL_LEN)]
             peer += ["--no-enable-prefix-caching", "--dtype", "bfloat16", "--disable-log-stats"]
+            peer += ["--kv-cache-memory-bytes", str(PEER_KV_BYTES), "--gpu-memory-utilization", "0.6"]
             environment = dict(os.environ) | {
                 "PYTHONPATH": str(args.peer_path),
                 "VLLM_NO_USAGE_STATS": "1",
@@ -71,6 +65,14 @@ def main() -> None:
             with server(peer, environment) as url:
                 for row in loads(args, url, "vllm serve"):
                     keep(report, row, args.out)
+        for concurrency in args.concurrency:
+            row = {"who": "ostinato, no server", "concurrency": concurrency} | offline(args, model, concurrency)
+            keep(report, row, args.out)
+        ours = [sys.executable, "-m", "ostinato.cli", "serve", str(model), "--load-format", "dummy", "--max-num-seqs"]
+        ours += ["256", "--max-model-len", str(MAX_MODEL_LEN), "--no-enable-prefix-caching"]
+        with server(ours, dict(os.environ)) as url:
+            for row in loads(args, url, "ostinato serve"):
+                keep(report, row, args.out)
 
 
 def parse() -> argparse.Namespace:

@@ -6,7 +6,7 @@ No torch here: dtypes and devices are names until `engine.resolve` turns them in
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -124,14 +124,17 @@ class EngineConfig:
             "kv_transfer_config",
             "an object such as {'kv_connector': 'OffloadingConnector'}",
         )
-        if self.cudagraph_capture_sizes == AUTO:
+        sizes: object = self.cudagraph_capture_sizes
+        if sizes == AUTO:
             raise ConfigError(
-                "cudagraph_capture_sizes='auto' needs steps that were counted: start without it and, under traffic, call "
-                "reconfigure(cudagraph_capture_sizes='auto'), or give the sizes that `ostinato tune` prints"
+                "cudagraph_capture_sizes='auto' needs steps that were counted: start without it and, after some "
+                "traffic, call reconfigure(cudagraph_capture_sizes='auto'), or give the sizes that `ostinato tune` "
+                "prints"
             )
-        sizes = self.cudagraph_capture_sizes
+        names_a_ladder = isinstance(sizes, Mapping) and set(sizes) <= set(LADDERS)
+        is_list = isinstance(sizes, Iterable) and not isinstance(sizes, str | Mapping)
         need(
-            sizes is None or (set(sizes) <= set(LADDERS) if isinstance(sizes, Mapping) else not isinstance(sizes, str)),
+            sizes is None or names_a_ladder or is_list,
             "cudagraph_capture_sizes",
             "a list of sizes, or {'uniform': [...], 'mixed': [...]}",
         )

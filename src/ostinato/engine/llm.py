@@ -161,9 +161,9 @@ class LLM:
 
     def reconfigure(self, *, on_progress: Progress | None = None, **options: Any) -> control.Reconfiguration:
         """Records again what these options change, and only that: `cudagraph_mode`, `cudagraph_capture_sizes`,
-        `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_dtype`. `cudagraph_capture_sizes="auto"` takes the sizes from
-        the steps so far. Open requests go on. Says what it did and what it cost; on any error everything is as it was
-        before."""
+        `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_dtype`. `cudagraph_capture_sizes="auto"` takes the sizes
+        from the steps so far. Open requests go on. Says what it did and what it cost; on any error everything is as it
+        was before."""
         return control.reconfigure(self._require(), options, on_progress)
 
     @property

@@ -5,10 +5,10 @@ A size b serves the live sizes above its predecessor a, so a ladder costs the su
 
     (steps with a < n <= b) * cost(b).
 
-The dispatcher runs a step eagerly rather than padding it by more than `max_padding_factor`. Such a step is charged as if
-it had been padded, and a ladder is judged first by how many of these it has, then by its work: how much slower an eager
-step is depends on the device, a few sizes more avoid all of them. With `cover` it is judged between the two by the sizes
-from 1 to the limit that would run eagerly if they came, so that traffic may change.
+The dispatcher runs a step eagerly rather than padding it by more than `max_padding_factor`. Such a step is charged as
+if it had been padded, and a ladder is judged first by how many of these it has, then by its work: how much slower an
+eager step is depends on the device, and a few sizes more avoid all of them. With `cover` it is judged between the two
+by the sizes from 1 to the limit that would run eagerly if they came, so that traffic may change.
 
 All three parts satisfy the quadrangle inequality where the cost of a size never falls as sizes grow (the second and the
 number of eager steps are convex functions of x(b) - y(a), x and y rising). So the best predecessor rises with b, and a
@@ -22,7 +22,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ostinato.errors import ConfigError
 
@@ -171,8 +171,8 @@ class _Scale:
 class _Programme:
     """The best ladders of one demand for every budget up to `budget` units.
 
-    Position 0 is the start, position j the candidate j - 1. `best[w][j]` is the least value of a ladder for all steps up
-    to candidate j that ends there and takes at most w units; its predecessor is `_before[w - units(j)][j]`.
+    Position 0 is the start, position j the candidate j - 1. `best[w][j]` is the least value of a ladder for all steps
+    up to candidate j that ends there and takes at most w units; its predecessor is `_before[w - units(j)][j]`.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class _Programme:
     ) -> None:
         self._sizes, self._units = (0, *sizes), (0, *units)
         costs = [0, *(demand.cost_of(size) for size in sizes)]
-        if any(above < below for below, above in zip(costs, costs[1:], strict=False)):
+        if any(above < below for below, above in pairwise(costs)):
             raise ConfigError("the cost of a size must not fall as sizes grow: replace each by the largest so far")
         seen = sorted(demand.counts)
         sums = [0, *accumulate(demand.counts[size] for size in seen)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ostinato.errors import ConfigError
 from ostinato.graphs.buckets import mixed_ladder, uniform_ladder
@@ -12,7 +14,7 @@ from ostinato.graphs.dispatch import LiveCount
 from ostinato.graphs.ladder import Demand, best_ladders, coarse_size
 from ostinato.graphs.mode import CUDAGraphMode, RuntimeMode
 
-__all__ = ["TunedLadder", "Tuning", "tune"]
+__all__ = ["TunedLadder", "Tuning", "interpolated", "tune"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +47,24 @@ def tune(
     *,
     max_sizes: int | None = None,
     max_bytes: int | None = None,
-    bytes_of: Callable[[int], int] | None = None,
+    bytes_of: Callable[[str, int], int] | None = None,
     cover: bool = True,
 ) -> Tuning:
     """The ladders with the least padding for these steps, under one budget for both (`best_ladders`).
 
-    By default as many sizes as the default ladders have. A kind of which no step was counted keeps its default ladder,
-    which the budget does not count. Sizes above 512 are rounded up as `coarse_size` does, and those above a limit are
-    counted at the limit. Raises ConfigError where nothing was counted, for a mode that records nothing, and for a
-    budget that is too small.
+    By default as many sizes as the default ladders have; `bytes_of(kind, size)` is what a recording holds. A kind of
+    which no step was counted keeps its default ladder, which the budget does not count. Sizes above 512 are rounded up
+    as `coarse_size` does, and those above a limit are counted at the limit. Raises ConfigError where nothing was
+    counted, for a mode that records nothing, and for a budget that is too small.
     """
     demands = _demands(counts, mode, max_num_seqs, max_num_batched_tokens)
     if not demands:
         raise ConfigError(f"mode {mode.value} records no sizes to choose")
     defaults = {"uniform": uniform_ladder(max_num_seqs), "mixed": mixed_ladder(max_num_batched_tokens)}
     seen = {
-        kind: Demand(counted, limit, bytes_of=bytes_of) for kind, (counted, limit) in demands.items() if counted.total()
+        kind: Demand(counted, limit, bytes_of=None if bytes_of is None else partial(bytes_of, kind))
+        for kind, (counted, limit) in demands.items()
+        if counted.total()
     }
     if not seen:
         raise ConfigError("no step was counted that a ladder could serve: run some traffic first")
@@ -95,3 +99,17 @@ def _demands(
             counted, limit = found[kind]
             counted[min(coarse_size(size), limit)] += line.count
     return found
+
+
+def interpolated(points: Mapping[int, int]) -> Callable[[int], int]:
+    """A function of sizes through these (size, bytes), straight between them and level beyond. At least one point."""
+    sizes = sorted(points)
+
+    def at(size: int) -> int:
+        above = bisect_left(sizes, size)
+        if above in (0, len(sizes)):
+            return points[sizes[min(above, len(sizes) - 1)]]
+        low, high = sizes[above - 1], sizes[above]
+        return points[low] + (points[high] - points[low]) * (size - low) // (high - low)
+
+    return at

@@ -157,7 +157,7 @@ class _Families(Collector):
         yield self._labelled(
             CounterMetricFamily,
             "step_live_sizes",
-            "Steps by live size: rows of query_len tokens, or tokens where it is -; above 512 rounded up by 1/32 at most.",
+            "Steps by live size: rows of query_len tokens, or tokens where that is -; above 512 in 32 sizes an octave.",
             ["query_len", "size"],
             [([query_len, str(size)], count) for (query_len, size), count in live.items()],
         )

@@ -121,8 +121,8 @@ def best_ladders(
     """One increasing ladder for each demand, which together have at most `max_sizes` entries or hold at most
     `max_bytes`: those with the fewest eager steps, of these with the least work (module docstring).
 
-    Without `cover` no ladder whatever is better. With it, sizes that were not seen are candidates too: all up to 512,
-    32 an octave above; it is given up where the budget does not do for it. Bytes are rounded up to a common divisor, or
+    For a number of sizes without `cover` no ladder whatever is better. Otherwise sizes that were not seen are candidates
+    too: all up to 512, 32 an octave above. `cover` is given up where the budget does not do for it. Bytes are rounded up to a common divisor, or
     to `max_bytes` / MOST_UNITS where that is more. Raises ConfigError for a budget that does not hold the limits
     alone, for none or two budgets, and for costs that fall.
     """
@@ -130,7 +130,7 @@ def best_ladders(
         raise ConfigError("give either a number of sizes or a number of bytes as the budget")
     if max_padding_factor < 1.0:
         raise ConfigError(f"max_padding_factor={max_padding_factor}: must be at least 1 (inf for no limit)")
-    candidates = [_candidates(demand, cover) for demand in demands]
+    candidates = [_candidates(demand, cover or max_bytes is not None) for demand in demands]
     if max_sizes is not None:
         units, budget = [[1] * len(sizes) for sizes in candidates], min(max_sizes, sum(map(len, candidates)))
     else:
@@ -245,11 +245,11 @@ class _Programme:
         self._fill(best, row, before, j + 1, high, at, last)
 
 
-def _candidates(demand: Demand, cover: bool) -> list[int]:
+def _candidates(demand: Demand, unseen: bool) -> list[int]:
     """A size that no step has may be lowered to the next one that some step has: no step gets more expensive by that.
-    It may only cover less."""
+    It may only cover less, or hold more bytes."""
     sizes = {size for size, count in demand.counts.items() if count} | {demand.limit}
-    if cover:
+    if unseen:
         sizes |= {coarse_size(size) for size in range(1, demand.limit)}
     return sorted(size for size in sizes if size <= demand.limit)
 

@@ -52,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: must be at least 1")
     if args.graph_bytes is not None and args.max_bytes is None:
         raise ConfigError("--graph-bytes says what --max-bytes is made of: give that too")
+    if args.json is not None and not args.json.parent.is_dir():
+        raise ConfigError(f"--json {args.json}: there is no folder {args.json.parent}")
     max_bytes = None if args.max_bytes is None else byte_size(args.max_bytes)
     graph_bytes = None if args.graph_bytes is None else byte_size(args.graph_bytes)
     if args.cudagraph_mode is not None:

@@ -74,9 +74,6 @@ class Reason(enum.StrEnum):
     CALIBRATES_KV = "sets the scales of the KV cache"
 
 
-_NO_LADDER_HELPS = frozenset({Reason.NEEDS_HOST_WORK, Reason.CALIBRATES_KV})
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Run as `mode` at the padded size `key`; for NONE the key is the live shape itself."""
@@ -252,8 +249,8 @@ class LiveCount:
 class StepCounters:
     """Counts steps by (mode, key, reason), so that a slow path can be seen, and by live size, for better ladders.
 
-    `query_lens` are those of decode batches: other batches count as mixed, even where all rows have one length. Steps
-    that no ladder would have served are left out of the live sizes.
+    `query_lens` are those of decode batches: other batches count as mixed, even where all rows have one length. The
+    step that sets scales, which nothing recorded can serve, has no live size.
     """
 
     def __init__(self, query_lens: Iterable[int] = (1,)) -> None:
@@ -266,11 +263,10 @@ class StepCounters:
         index = (decision.mode, None if eager else decision.key, decision.reason)
         count, live, padded = self._counts.get(index, (0, 0, 0))
         self._counts[index] = (count + 1, live + shape.num_tokens, padded + decision.key.num_tokens)
-        host_work = decision.reason in _NO_LADDER_HELPS
-        if host_work and eager:
+        if decision.reason is Reason.CALIBRATES_KV:
             return
-        # with host work inside a uniform batch is served by the mixed ladder
-        uniform = shape.query_len in self._query_lens and not host_work
+        # with host work inside, only a mixed key can serve a uniform batch
+        uniform = shape.query_len in self._query_lens and decision.reason is not Reason.NEEDS_HOST_WORK
         size = (shape.query_len, shape.num_rows) if uniform else (None, shape.num_tokens)
         self._live[size] = self._live.get(size, 0) + 1
 

@@ -121,10 +121,10 @@ def best_ladders(
     """One increasing ladder for each demand, which together have at most `max_sizes` entries or hold at most
     `max_bytes`: those with the fewest eager steps, of these with the least work (module docstring).
 
-    For a number of sizes without `cover` no ladder whatever is better. Otherwise sizes that were not seen are candidates
-    too: all up to 512, 32 an octave above. `cover` is given up where the budget does not do for it. Bytes are rounded up to a common divisor, or
-    to `max_bytes` / MOST_UNITS where that is more. Raises ConfigError for a budget that does not hold the limits
-    alone, for none or two budgets, and for costs that fall.
+    For a number of sizes without `cover` no ladder whatever is better. Otherwise sizes that were not seen are
+    candidates too: all up to 512, 32 an octave above. `cover` is given up where the budget does not do for it. Bytes
+    are rounded up to a common divisor, or to `max_bytes` / MOST_UNITS where that is more. Raises ConfigError for a
+    budget that does not hold the limits alone, for none or two budgets, and for costs that fall.
     """
     if (max_sizes is None) == (max_bytes is None):
         raise ConfigError("give either a number of sizes or a number of bytes as the budget")

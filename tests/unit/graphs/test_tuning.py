@@ -23,15 +23,18 @@ def test_live_sizes_are_counted_whatever_runs_them() -> None:
     assert counters.live_sizes() == (LiveCount(None, 9, 4), LiveCount(None, 12, 4), LiveCount(1, 5, 8))
 
 
-def test_steps_that_no_ladder_serves_are_not_counted() -> None:
+def test_a_step_that_sets_scales_is_not_counted() -> None:
     counters, shape = StepCounters(), BatchShape(5, 5, 1)
-    dispatcher = Dispatcher(BOTH, (8,), (16,), 8)
-    counters.record(dispatcher.pick(shape, force_eager=True), shape)
     counters.record(Decision(RuntimeMode.NONE, shape.as_key(), Reason.CALIBRATES_KV), shape)
     assert counters.live_sizes() == ()
-    assert sum(step.count for step in counters.snapshot()) == 2
-    # a connector's hooks in a decode batch: the mixed ladder serves it
-    counters.record(dispatcher.pick(shape, force_piecewise=True), shape)
+    assert sum(step.count for step in counters.snapshot()) == 1
+
+
+@pytest.mark.parametrize("mixed", [8, 64])
+def test_decoding_with_a_connectors_hooks_counts_as_mixed(mixed: int) -> None:
+    """Whether or not the mixed ladder has a key that fits."""
+    counters, shape = StepCounters(), BatchShape(5, 5, 1)
+    counters.record(Dispatcher(BOTH, (8,), (mixed,), 8).pick(shape, force_piecewise=True), shape)
     assert counters.live_sizes() == (LiveCount(None, 5, 1),)
 
 

@@ -181,10 +181,9 @@ class Reconfiguration:
 def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None = None) -> Reconfiguration:
     """Records again what `options` change (RECONFIGURABLE) and goes on with the running requests, whose KV stays.
 
-    `cudagraph_capture_sizes="auto"` takes the sizes from the steps that this engine has counted so far, as many as the
-    default ladders have; the ladder of a kind of batch that never came is the default one.
     Only the worst of them are computed again, where fewer rows or fewer KV blocks are left; all, where the KV cache
-    gets another format. Raises ConfigError for
+    gets another format. `cudagraph_capture_sizes="auto"` takes the sizes from the steps that this engine has counted so
+    far, at most as many as the default ladders have (`graphs.tuning.tune`). Raises ConfigError for
     options that cannot be changed or do not fit, CaptureError or CapacityError where recording fails; all is then as it
     was before.
     """

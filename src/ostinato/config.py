@@ -6,7 +6,7 @@ No torch here: dtypes and devices are names until `engine.resolve` turns them in
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -16,6 +16,8 @@ from ostinato.graphs.mode import CUDAGraphMode
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 CAPTURES = ("eager", "lazy", "background")
+AUTO = "auto"
+LADDERS = ("uniform", "mixed")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -36,7 +38,7 @@ class EngineConfig:
     gpu_memory_utilization   share of the device that weights, activations, graphs and KV may take together.
     cudagraph_mode           NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
     cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for
-                             mixed ones.
+                             mixed ones; or one each: {"uniform": [...], "mixed": [...]}, either by default.
     enforce_eager            no graphs and no compile.
     kv_transfer_config       a connector that KV comes from and goes to, as in vLLM: an object (or its JSON) with
                              `kv_connector`, `kv_role` and `kv_connector_extra_config`; see docs/connectors.md.
@@ -68,7 +70,7 @@ class EngineConfig:
     enforce_eager: bool = False
     capture: str = "eager"
     cudagraph_mode: str = "FULL_AND_PIECEWISE"
-    cudagraph_capture_sizes: Sequence[int] | None = None
+    cudagraph_capture_sizes: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     max_in_flight: int | None = None
     compile: bool = False
     batch_invariant: bool = False
@@ -121,6 +123,20 @@ class EngineConfig:
             self.kv_transfer_config is None or isinstance(self.kv_transfer_config, Mapping),
             "kv_transfer_config",
             "an object such as {'kv_connector': 'OffloadingConnector'}",
+        )
+        sizes: object = self.cudagraph_capture_sizes
+        if sizes == AUTO:
+            raise ConfigError(
+                "cudagraph_capture_sizes='auto' needs steps that were counted: start without it and, after some "
+                "traffic, call reconfigure(cudagraph_capture_sizes='auto'), or give the sizes that `ostinato tune` "
+                "prints"
+            )
+        names_a_ladder = isinstance(sizes, Mapping) and set(sizes) <= set(LADDERS)
+        is_list = isinstance(sizes, Iterable) and not isinstance(sizes, str | Mapping)
+        need(
+            sizes is None or names_a_ladder or is_list,
+            "cudagraph_capture_sizes",
+            "a list of sizes, or {'uniform': [...], 'mixed': [...]}",
         )
         CUDAGraphMode.parse(self.cudagraph_mode)
 

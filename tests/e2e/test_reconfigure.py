@@ -10,7 +10,7 @@ import torch
 from ostinato import LLM, SamplingParams
 from ostinato.engine.output import OutputState
 from ostinato.errors import CaptureError, ConfigError
-from ostinato.graphs.dispatch import BatchKey
+from ostinato.graphs.dispatch import BatchKey, LiveCount
 from ostinato.graphs.mode import RuntimeMode
 from ostinato.request import StructuredOutputsParams
 
@@ -140,6 +140,77 @@ def test_only_what_is_missing_is_recorded(model: TinyModel) -> None:
         # the same again: nothing to do
         again = llm.reconfigure(cudagraph_capture_sizes=[2, 3, 8, 32])
         assert (again.recorded, again.kept, again.dropped) == ((), 7, 0)
+
+
+def test_each_kind_of_batch_may_have_a_ladder_of_its_own(model: TinyModel) -> None:
+    with open_llm(model, cudagraph_capture_sizes={"uniform": [2, 8], "mixed": [5, 32]}) as llm:
+        assert (llm.stats().capture_sizes, llm.stats().mixed_capture_sizes) == ((2, 8), (5, 32))
+        done = llm.reconfigure(cudagraph_capture_sizes={"mixed": [16, 32]})
+        assert (done.capture_sizes, done.mixed_capture_sizes) == ((1, 2, 4, 8), (16, 32))
+
+
+def test_live_sizes_are_what_steps_were_asked_for(model: TinyModel) -> None:
+    """Six prompts of five tokens are one mixed batch of 30, then six rows decode as eight."""
+    with open_llm(model, enable_prefix_caching=False) as llm:
+        llm.generate([prompt[:5] for prompt in PROMPTS if len(prompt) >= 5][:6], greedy(5))
+        assert llm.stats().live_sizes == (LiveCount(None, 30, 1), LiveCount(1, 6, 4))
+        assert {step.key for step in llm.stats().steps} == {BatchKey(32, 8, None), BatchKey(8, 8, 1)}
+        assert llm.stats().max_num_batched_tokens == 32
+
+
+def test_auto_takes_the_sizes_that_came(model: TinyModel, expected: list[Any]) -> None:
+    """Five and three rows, padded to eight and four before, then run exactly; requests go on, and say the same."""
+    with open_llm(model) as llm:
+        llm.generate(PROMPTS[:5], greedy(20))
+        llm.generate(PROMPTS[:3], greedy(20))
+        before = llm.stats()
+        padding = sum(step.padded_tokens - step.live_tokens for step in before.steps)
+        assert padding > 0
+        states = submit(llm)
+        step(llm, 4)
+        done = llm.reconfigure(cudagraph_capture_sizes="auto")
+        assert {3, 5, 8} <= set(done.capture_sizes)
+        assert done.mixed_capture_sizes[-1] == 32
+        assert len(done.capture_sizes) + len(done.mixed_capture_sizes) <= 4 + 7
+        after = llm.stats()
+        assert (after.capture_sizes, after.mixed_capture_sizes) == (done.capture_sizes, done.mixed_capture_sizes)
+        new = {line.num_rows for line in done.recorded if line.mode == "FULL"}
+        assert new == set(done.capture_sizes) - set(before.capture_sizes)
+        run(llm)
+        assert_same(said(states), expected)
+        first = llm.stats().steps
+        llm.generate(PROMPTS[:5], greedy(20))
+        keys = {
+            step.key.num_rows for step in llm.stats().steps if step not in first and step.key and step.mode == "FULL"
+        }
+        assert 5 in keys
+        # what it stood for stays, whatever is changed later
+        kept = llm.reconfigure(cudagraph_mode="FULL")
+        assert (kept.capture_sizes, kept.mixed_capture_sizes) == (done.capture_sizes, done.mixed_capture_sizes)
+
+
+def test_auto_with_other_limits_and_modes(model: TinyModel) -> None:
+    with open_llm(model) as llm:
+        llm.generate(PROMPTS[:5], greedy(20))
+        done = llm.reconfigure(cudagraph_capture_sizes="auto", max_num_seqs=4)
+        assert (done.capture_sizes[-1], done.mixed_capture_sizes[-1]) == (4, 32)
+        done = llm.reconfigure(cudagraph_capture_sizes="auto", cudagraph_mode="PIECEWISE")
+        assert done.capture_sizes == ()
+        assert {5, 32} <= set(done.mixed_capture_sizes)
+        done = llm.reconfigure(cudagraph_capture_sizes="auto", cudagraph_mode="FULL_DECODE_ONLY", max_num_seqs=8)
+        assert done.mixed_capture_sizes == ()
+        assert {5, 8} <= set(done.capture_sizes)
+
+
+def test_auto_needs_steps(model: TinyModel) -> None:
+    with open_llm(model) as llm:
+        before = llm.stats().recordings
+        with pytest.raises(ConfigError, match="no step was counted that a ladder could serve"):
+            llm.reconfigure(cudagraph_capture_sizes="auto")
+        llm.generate(PROMPTS[:2], greedy(3))
+        with pytest.raises(ConfigError, match="mode NONE records no sizes to choose"):
+            llm.reconfigure(cudagraph_capture_sizes="auto", cudagraph_mode="NONE")
+        assert llm.stats().recordings == before
 
 
 def test_another_number_of_rows_records_everything_and_keeps_the_kv(model: TinyModel) -> None:

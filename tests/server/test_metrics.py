@@ -80,6 +80,19 @@ def test_it_adds_up(model: TinyModel) -> None:
     replayed = sum(sample.value for sample in samples.of("steps_total") if sample.labels["mode"] != "NONE")
     assert samples.total("graph_replays_total") == replayed > 0
     assert samples.total("graph_recordings") == stats.num_recordings
+    # live sizes: every step has one, and its mixed tokens or rows
+    live = samples.of("step_live_sizes_total")
+    assert {(line.labels["query_len"], int(line.labels["size"])): line.value for line in live} == {
+        (str(count.query_len or "-"), count.size): count.count for count in stats.live_sizes
+    }
+    assert sum(line.value for line in live) == samples.total("steps_total")
+    assert sum(int(line.labels["size"]) * line.value for line in live) == samples.total("step_live_tokens_total")
+    (config,) = samples.of("graph_config_info")
+    limits = {"max_num_seqs": stats.max_num_seqs, "max_num_batched_tokens": stats.max_num_batched_tokens}
+    assert config.value == 1
+    assert config.labels == {"model_name": "tiny", "cudagraph_mode": stats.resolved_mode} | {
+        name: str(limit) for name, limit in limits.items()
+    }
     # blocks: each in one state
     assert samples.total("kv_blocks") == stats.num_blocks
     blocks = samples.by_label("kv_blocks", "state")

@@ -37,6 +37,8 @@ NO_TORCH = (
     "graphs.mode",
     "graphs.buckets",
     "graphs.dispatch",
+    "graphs.ladder",
+    "graphs.tuning",
     "kv.block_pool",
     "kv.prefix",
     "kv.manager",

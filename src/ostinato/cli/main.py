@@ -18,6 +18,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "serve": "an OpenAI-compatible HTTP server, with a page that shows the graphs at work",
     "plan": "memory and recordings of a model, before it is loaded",
+    "tune": "the sizes to record with the least padding, from the steps of a server or a log",
     "inspect": "what a recording holds: the nodes of its graphs, in order",
     "bench": "measurements on this machine: latency, throughput, start-up, kernels",
     "demo": "four chat prompts in one batch, and what the engine did",

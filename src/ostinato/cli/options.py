@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.config import CAPTURES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
+from ostinato.config import AUTO, CAPTURES, DTYPES, KV_CACHE_DTYPES, LADDERS, LOAD_FORMATS, EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode
 from ostinato.request import SamplingParams, StructuredOutputsParams
@@ -40,6 +40,18 @@ def integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,4") from None
+
+
+def capture_sizes(text: str) -> list[int] | dict[str, list[int]] | str:
+    """`1,2,4` for both kinds of batches; `1,2,4/64,512` for uniform ones, in requests, and mixed ones, in tokens."""
+    if text == AUTO:  # refused later, with what to do instead
+        return text
+    parts = text.split("/")
+    if len(parts) == 1:
+        return integers(text)
+    if len(parts) > 2 or not any(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as 1,2,4, nor two such as 1,2,4/64,512")
+    return {name: integers(part) for name, part in zip(LADDERS, parts, strict=True) if part}
 
 
 def words(text: str) -> list[str]:
@@ -92,7 +104,12 @@ ENGINE_OPTIONS = (
     Option("enforce_eager", None, "no graphs and no compile"),
     Option("capture", str, f"when graphs are recorded: {', '.join(CAPTURES)}", "WHEN"),
     Option("cudagraph_mode", str, ", ".join(CUDAGraphMode.__members__), "MODE"),
-    Option("cudagraph_capture_sizes", integers, "batch sizes to record instead of the default ladder", "1,2,4"),
+    Option(
+        "cudagraph_capture_sizes",
+        capture_sizes,
+        "batch sizes to record instead of the default ladder; 1,2/8,64: requests of uniform, tokens of mixed batches",
+        "1,2,4",
+    ),
     Option("kv_transfer_config", json_object, "connector that KV comes from and goes to", "JSON"),
     Option("max_in_flight", int, "steps launched before one is collected: 1 or 2"),
     Option("compile", None, "torch.compile over the functions of a layer"),

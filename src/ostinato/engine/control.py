@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
-from ostinato.config import EngineConfig
+from ostinato.config import AUTO, EngineConfig
 from ostinato.engine.build import Built, Progress, recording_progress
 from ostinato.engine.parts import connect, load_scales, load_weights, make_pool, make_runner, warm_up
 from ostinato.engine.resolve import resolve_kv_format, resolve_ladders
 from ostinato.engine.stats import RecordingStat, recording_stats
 from ostinato.errors import CapacityError, ConfigError, UnavailableError, WeightError
 from ostinato.graphs.dispatch import Dispatcher
+from ostinato.graphs.tuning import tune
 from ostinato.models.kv_scales import fill_scales, is_scale
 from ostinato.models.weights import destinations, is_ignorable
 from ostinato.runner.memory import KVPool
@@ -160,7 +161,8 @@ def _place(places: dict[str, torch.Tensor], name: str, tensor: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True)
 class Reconfiguration:
-    """What a change of recordings did. `recorded` are the new ones; `kept` and `dropped` count the old."""
+    """What a change of recordings did. `recorded` are the new ones; `kept` and `dropped` count the old.
+    `capture_sizes`, in requests, and `mixed_capture_sizes`, in tokens, are the ladders from now on."""
 
     recorded: tuple[RecordingStat, ...]
     kept: int
@@ -168,6 +170,8 @@ class Reconfiguration:
     num_blocks: int
     preempted: int
     seconds: float
+    capture_sizes: tuple[int, ...]
+    mixed_capture_sizes: tuple[int, ...]
 
     @property
     def recording_bytes(self) -> int:
@@ -178,7 +182,8 @@ def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None
     """Records again what `options` change (RECONFIGURABLE) and goes on with the running requests, whose KV stays.
 
     Only the worst of them are computed again, where fewer rows or fewer KV blocks are left; all, where the KV cache
-    gets another format. Raises ConfigError for
+    gets another format. `cudagraph_capture_sizes="auto"` takes the sizes from the steps that this engine has counted so
+    far, at most as many as the default ladders have (`graphs.tuning.tune`). Raises ConfigError for
     options that cannot be changed or do not fit, CaptureError or CapacityError where recording fails; all is then as it
     was before.
     """
@@ -188,7 +193,7 @@ def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None
     engine, began = built.engine, time.perf_counter()
     if engine.missing:
         raise UnavailableError("the engine sleeps: wake_up() first")
-    config = replace(built.config, **options)
+    config = _changed(built, options)
     uniform, mixed = resolve_ladders(config)
     dispatcher = Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs)
     engine.settle()
@@ -216,6 +221,8 @@ def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None
         num_blocks=built.pool.num_blocks,
         preempted=engine.scheduler.preemptions - preempted,
         seconds=time.perf_counter() - began,
+        capture_sizes=uniform,
+        mixed_capture_sizes=mixed,
     )
     logger.info(
         "reconfigured in %.2f s: %d recorded (%d MiB), %d kept, %d dropped, %d KV blocks, %d requests preempted",
@@ -228,6 +235,17 @@ def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None
         done.preempted,
     )
     return done
+
+
+def _changed(built: Built, options: dict[str, Any]) -> EngineConfig:
+    """The present options with these. "auto" becomes the sizes that it stands for now, so that no later change of
+    other options moves them."""
+    if options.get("cudagraph_capture_sizes") != AUTO:
+        return replace(built.config, **options)
+    config = replace(built.config, **options | {"cudagraph_capture_sizes": None})
+    counts = built.engine.runner.counters.live_sizes()
+    tuned = tune(counts, config.resolved_mode, config.max_num_seqs, config.max_num_batched_tokens)
+    return replace(config, cudagraph_capture_sizes=tuned.sizes)
 
 
 def _same_sizes(one: EngineConfig, other: EngineConfig) -> bool:

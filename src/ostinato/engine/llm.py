@@ -106,6 +106,7 @@ class LLM:
         runner, kv = built.engine.runner, built.engine.scheduler.kv
         return EngineStats(
             steps=runner.counters.snapshot(),
+            live_sizes=runner.counters.live_sizes(),
             num_recordings=runner.store.num_recordings,
             num_pending=runner.num_pending,
             recording_bytes=runner.store.bytes,
@@ -125,6 +126,7 @@ class LLM:
             block_size=built.config.block_size,
             max_model_len=built.max_model_len,
             max_num_seqs=built.config.max_num_seqs,
+            max_num_batched_tokens=built.config.max_num_batched_tokens,
             memory=built.memory(),
             num_checked=runner.num_checked,
             recordings=recording_stats(runner.store.table()),
@@ -159,8 +161,9 @@ class LLM:
 
     def reconfigure(self, *, on_progress: Progress | None = None, **options: Any) -> control.Reconfiguration:
         """Records again what these options change, and only that: `cudagraph_mode`, `cudagraph_capture_sizes`,
-        `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_dtype`. Open requests go on. Says what it did and what it
-        cost; on any error everything is as it was before."""
+        `max_num_seqs`, `max_num_batched_tokens`, `kv_cache_dtype`. `cudagraph_capture_sizes="auto"` takes the sizes
+        from the steps so far. Open requests go on. Says what it did and what it cost; on any error everything is as it
+        was before."""
         return control.reconfigure(self._require(), options, on_progress)
 
     @property

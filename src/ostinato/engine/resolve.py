@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from ostinato.config import EngineConfig
@@ -62,8 +64,10 @@ def resolve_ladders(config: EngineConfig) -> tuple[tuple[int, ...], tuple[int, .
     uniform: tuple[int, ...] = ()
     mixed: tuple[int, ...] = ()
     if mode.mixed_mode() is not RuntimeMode.NONE:
-        mixed = mixed_ladder(tokens, sizes)
+        mixed = mixed_ladder(tokens, sizes.get("mixed") if isinstance(sizes, Mapping) else sizes)
     if mode.decode_mode() is RuntimeMode.FULL:
+        if isinstance(sizes, Mapping):
+            return uniform_ladder(rows, sizes.get("uniform")), mixed
         # a user's list counts tokens for mixed batches too, and may go on above the rows
         own = None if sizes is None else [size for size in sizes if size <= rows]
         if sizes is not None and not own:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ostinato.connectors.protocol import ConnectorStats
-from ostinato.graphs.dispatch import StepCount
+from ostinato.graphs.dispatch import LiveCount, StepCount
 
 if TYPE_CHECKING:
     from ostinato.graphs.store import StoredRecording
@@ -78,7 +78,8 @@ class MemoryStat:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """`steps` counts by (mode, key, reason); warm-up and recording are not counted.
+    """`steps` counts by (mode, key, reason), `live_sizes` by what steps were asked for; warm-up and recording are not
+    counted.
 
     `num_pending` keys are not recorded yet and may be, between steps. `capture_sizes` are uniform batches in requests,
     `mixed_capture_sizes` mixed ones in tokens. `startup_s` by part. `asleep` names what has been given back or must be
@@ -86,6 +87,7 @@ class EngineStats:
     """
 
     steps: tuple[StepCount, ...]
+    live_sizes: tuple[LiveCount, ...]
     num_recordings: int
     num_pending: int
     recording_bytes: int
@@ -105,6 +107,7 @@ class EngineStats:
     block_size: int
     max_model_len: int
     max_num_seqs: int
+    max_num_batched_tokens: int
     memory: MemoryStat
     num_checked: int
     recordings: tuple[RecordingStat, ...]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ostinato.errors import ConfigError
 from ostinato.graphs.mode import CUDAGraphMode, RuntimeMode
 
-__all__ = ["BatchKey", "BatchShape", "Decision", "Dispatcher", "Reason", "StepCount", "StepCounters"]
+__all__ = ["BatchKey", "BatchShape", "Decision", "Dispatcher", "LiveCount", "Reason", "StepCount", "StepCounters"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,17 +236,45 @@ class StepCount:
     padded_tokens: int
 
 
-class StepCounters:
-    """Counts steps by (mode, key, reason), so that a slow path can be seen."""
+@dataclass(frozen=True, slots=True)
+class LiveCount:
+    """Steps of one live size, whatever ran them: `size` rows of `query_len` tokens each, or, where `query_len` is None,
+    `size` tokens in any mixture."""
 
-    def __init__(self) -> None:
+    query_len: int | None
+    size: int
+    count: int
+
+
+class StepCounters:
+    """Counts steps by (mode, key, reason), so that a slow path can be seen, and by live size, for better ladders.
+
+    `query_lens` are those of decode batches: other batches count as mixed, even where all rows have one length. The
+    step that sets scales, which nothing recorded can serve, has no live size.
+    """
+
+    def __init__(self, query_lens: Iterable[int] = (1,)) -> None:
         self._counts: dict[tuple[RuntimeMode, BatchKey | None, Reason], tuple[int, int, int]] = {}
+        self._live: dict[tuple[int | None, int], int] = {}
+        self._query_lens = frozenset(query_lens)
 
     def record(self, decision: Decision, shape: BatchShape) -> None:
         eager = decision.mode is RuntimeMode.NONE
         index = (decision.mode, None if eager else decision.key, decision.reason)
         count, live, padded = self._counts.get(index, (0, 0, 0))
         self._counts[index] = (count + 1, live + shape.num_tokens, padded + decision.key.num_tokens)
+        if decision.reason is Reason.CALIBRATES_KV:
+            return
+        # with host work inside, only a mixed key can serve a uniform batch
+        uniform = shape.query_len in self._query_lens and decision.reason is not Reason.NEEDS_HOST_WORK
+        size = (shape.query_len, shape.num_rows) if uniform else (None, shape.num_tokens)
+        self._live[size] = self._live.get(size, 0) + 1
+
+    def live_sizes(self) -> tuple[LiveCount, ...]:
+        """Steps by live size: mixed ones first, then by query length, ascending. At most one entry for each size that
+        the scheduler makes."""
+        found = sorted(self._live.items(), key=lambda item: (item[0][0] or 0, item[0][1]))
+        return tuple(LiveCount(query_len, size, count) for (query_len, size), count in found)
 
     def snapshot(self) -> tuple[StepCount, ...]:
         """All counts so far, by mode, then key, then reason."""

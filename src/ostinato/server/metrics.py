@@ -21,6 +21,7 @@ from ostinato.engine.request_stats import Histogram, RequestStats
 from ostinato.engine.stats import EngineStats
 from ostinato.errors import UnavailableError
 from ostinato.graphs.dispatch import BatchKey
+from ostinato.graphs.ladder import coarse_size
 from ostinato.graphs.mode import RuntimeMode
 from ostinato.kv.block_pool import BlockStates
 
@@ -149,6 +150,25 @@ class _Families(Collector):
                 ["mode", "key", "reason"],
                 [(labels, getattr(step, field)) for labels, step in rows],
             )
+        live: dict[tuple[str, int], int] = {}
+        for line in stats.live_sizes:
+            index = str(line.query_len or "-"), coarse_size(line.size)
+            live[index] = live.get(index, 0) + line.count
+        yield self._labelled(
+            CounterMetricFamily,
+            "step_live_sizes",
+            "Steps by live size: rows of query_len tokens, or tokens where that is -; above 512 in 32 sizes an octave.",
+            ["query_len", "size"],
+            [([query_len, str(size)], count) for (query_len, size), count in live.items()],
+        )
+        limits = [stats.resolved_mode, str(stats.max_num_seqs), str(stats.max_num_batched_tokens)]
+        yield self._labelled(
+            GaugeMetricFamily,
+            "graph_config_info",
+            "Always 1; the labels are the mode and the scheduler's limits, where ladders end.",
+            ["cudagraph_mode", "max_num_seqs", "max_num_batched_tokens"],
+            [(limits, 1)],
+        )
         replays = sum(step.count for step in stats.steps if step.mode != RuntimeMode.NONE)
         yield self._counter("graph_replays", "Steps that replayed a recording.", replays)
         yield self._gauge("graph_recordings", "Recordings that exist.", stats.num_recordings)

@@ -153,3 +153,24 @@ def test_structures() -> None:
     for wrong in ("{", '"a"', '{"regex": "a", "choice": ["b"]}', '{"pattern": "a"}', "{}"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a structure such as"):
             structure(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1,2,4", [1, 2, 4]),
+        ("1,8/64,512", {"uniform": [1, 8], "mixed": [64, 512]}),
+        ("/64", {"mixed": [64]}),
+        ("8/", {"uniform": [8]}),
+        ("auto", "auto"),
+    ],
+)
+def test_sizes_to_record(text: str, value: object) -> None:
+    args = parser().parse(["M", "--cudagraph-capture-sizes", text])
+    assert engine_options(args) == {"cudagraph_capture_sizes": value}
+
+
+@pytest.mark.parametrize("text", ["", "/", "1/2/3", "1,x/3", "automatic"])
+def test_what_are_no_sizes_to_record(text: str) -> None:
+    with pytest.raises(UsageError, match="such as 1,2,4"):
+        parser().parse(["M", "--cudagraph-capture-sizes", text])

@@ -7,7 +7,7 @@ capture=lazy; capture=background.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,8 @@ def changes_of(config: EngineConfig) -> list[dict[str, Any]]:
     tokens = config.max_num_batched_tokens
     between = [3 * 2**power for power in range(tokens.bit_length()) if 3 * 2**power < tokens]
     sizes = sorted({1, *between, config.max_num_seqs, tokens})
-    back = None if config.cudagraph_capture_sizes is None else list(config.cudagraph_capture_sizes)
+    own = config.cudagraph_capture_sizes
+    back = own if own is None or isinstance(own, Mapping) else list(own)
     mode, both = config.resolved_mode, CUDAGraphMode.FULL_AND_PIECEWISE
     other = CUDAGraphMode.FULL if mode is both else both
     return [

@@ -14,7 +14,7 @@ from typing import Any
 
 from ostinato.config import CAPTURES, DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, EngineConfig
 from ostinato.errors import ConfigError
-from ostinato.graphs.mode import CUDAGraphMode
+from ostinato.graphs.mode import LAYER_CUTS, CUDAGraphMode
 from ostinato.request import SamplingParams, StructuredOutputsParams
 
 
@@ -92,6 +92,7 @@ ENGINE_OPTIONS = (
     Option("enforce_eager", None, "no graphs and no compile"),
     Option("capture", str, f"when graphs are recorded: {', '.join(CAPTURES)}", "WHEN"),
     Option("cudagraph_mode", str, ", ".join(CUDAGraphMode.__members__), "MODE"),
+    Option("cudagraph_cut", str, f"where PIECEWISE cuts a layer: {', '.join(LAYER_CUTS)}", "PLACE"),
     Option("cudagraph_capture_sizes", integers, "batch sizes to record instead of the default ladder", "1,2,4"),
     Option("kv_transfer_config", json_object, "connector that KV comes from and goes to", "JSON"),
     Option("max_in_flight", int, "steps launched before one is collected: 1 or 2"),

@@ -242,7 +242,8 @@ class Budget:
                 f"gpu_memory_utilization={self.utilization} of {total >> 20} MiB leaves {max(left, 0) >> 20} MiB for "
                 f"KV after {used >> 20} MiB in use{self._gathered()}, "
                 f"{self.activation_bytes >> 20} MiB of activations and {reserved_bytes >> 20} MiB of graphs to come: "
-                f"{num_blocks} blocks of {size} bytes, but one request of full length needs {self.min_blocks}. Raise gpu_memory_utilization or lower max_model_len."
+                f"{num_blocks} blocks of {size} bytes, but one request of full length needs {self.min_blocks}. "
+                "Raise gpu_memory_utilization or lower max_model_len."
             )
         return min(num_blocks, pool.storage.num_blocks)
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from ostinato.cli.bench import options, record
@@ -107,18 +109,18 @@ def _print(report: dict[str, Any]) -> None:
     console, floor = make_console(), report["floor_ms"]
     further = f"; a decode step reads {format_bytes(report['weight_bytes_per_step'])} of weights"
     record.print_head(report, console, further + (f", floor {floor:.3f} ms" if floor else ""))
-    columns = ("mode", "cut", "batch", "TPOT ms", "median", "spread", "TTFT ms", "runs as", "graphs", "eager", "nodes")
-    table = make_table(*columns, *(["of floor"] if floor else []))
-    for result in report["results"]:
-        for row in result["timings"]:
-            times = (f"{row[name]:.3f}" for name in ("tpot_min_ms", "tpot_median_ms", "spread_ms", "ttft_ms"))
-            counts = ("-" if row[n] is None else str(row[n]) for n in ("graph_launches", "eager_calls", "kernel_nodes"))
-            share = [f"{floor / row['tpot_min_ms']:.0%}"] if floor else []
-            table.add_row(
-                result["mode"], result["cut"], str(row["batch"]), *times, row["runtime_mode"], *counts, *share
-            )
-        table.add_section()
-    console.print(table)
+    columns = ("mode", "batch", "TPOT ms", "median", "spread", "TTFT ms", "runs as", "graphs", "eager", "nodes")
+    for cut, results in groupby(report["results"], key=itemgetter("cut")):
+        table = make_table(*columns, *(["of floor"] if floor else []), title=f"cut at {cut}")
+        for result in results:
+            for row in result["timings"]:
+                times = (f"{row[name]:.3f}" for name in ("tpot_min_ms", "tpot_median_ms", "spread_ms", "ttft_ms"))
+                numbers = (row[name] for name in ("graph_launches", "eager_calls", "kernel_nodes"))
+                counts = ("-" if number is None else str(number) for number in numbers)
+                share = [f"{floor / row['tpot_min_ms']:.0%}"] if floor else []
+                table.add_row(result["mode"], str(row["batch"]), *times, row["runtime_mode"], *counts, *share)
+            table.add_section()
+        console.print(table)
     starts = make_table("mode", "cut", "recordings", "capture s", "bytes")
     for result in report["results"]:
         size = format_bytes(result["recording_bytes"])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ostinato.errors import ConfigError
-from ostinato.graphs.mode import CUDAGraphMode
+from ostinato.graphs.mode import LAYER_CUTS, CUDAGraphMode
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
@@ -37,6 +37,10 @@ class EngineConfig:
     num_gpu_blocks_override  KV blocks; None fills the memory budget.
     gpu_memory_utilization   share of the device that weights, activations, graphs and KV may take together.
     cudagraph_mode           NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+    cudagraph_cut            where PIECEWISE cuts a layer. "attention": all of attention runs between graphs;
+                             "kv_gather": only writing KV and copying that of the step's rows to a workspace of
+                             max_num_seqs x max_model_len tokens, over which the graph attends. All modes then go that
+                             way, cut or not; see docs/cuda-graphs.md.
     cudagraph_capture_sizes  ladder to record instead of the default: requests for uniform batches, tokens for
                              mixed ones; or one each: {"uniform": [...], "mixed": [...]}, either by default.
     enforce_eager            no graphs and no compile.
@@ -70,6 +74,7 @@ class EngineConfig:
     enforce_eager: bool = False
     capture: str = "eager"
     cudagraph_mode: str = "FULL_AND_PIECEWISE"
+    cudagraph_cut: str = "attention"
     cudagraph_capture_sizes: Sequence[int] | Mapping[str, Sequence[int]] | None = None
     max_in_flight: int | None = None
     compile: bool = False
@@ -97,6 +102,7 @@ class EngineConfig:
         need(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}")
         need(self.load_format in LOAD_FORMATS, "load_format", f"one of {', '.join(LOAD_FORMATS)}")
         need(self.capture in CAPTURES, "capture", f"one of {', '.join(CAPTURES)}")
+        need(self.cudagraph_cut in LAYER_CUTS, "cudagraph_cut", f"one of {', '.join(LAYER_CUTS)}")
         need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two")
         need(self.max_model_len is None or self.max_model_len >= 2, "max_model_len", "at least 2: a prompt, an output")
         need(0.0 < self.gpu_memory_utilization <= 1.0, "gpu_memory_utilization", "above 0 and at most 1")

@@ -85,6 +85,8 @@ def poison(llm: LLM) -> None:
         getattr(runner.buffers, name).fill_(OUT_OF_RANGE)
     for tensor in (runner.buffers.work.qkv, runner.buffers.work.attention_out, runner.buffers.work.stream):
         tensor.fill_(NAN)
+    if runner.buffers.work.gathered is not None:
+        runner.buffers.work.gathered.pool.fill_(NAN)
 
 
 # -- half-updated static state -----------------------------------------------------------------------------------------

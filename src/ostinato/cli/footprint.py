@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.config import EngineConfig
-from ostinato.engine.resolve import resolve_dtype, resolve_ladders, resolve_max_model_len
+from ostinato.engine.resolve import resolve_dtype, resolve_gather, resolve_ladders, resolve_max_model_len
 from ostinato.graphs.dispatch import Dispatcher
 from ostinato.kernels.kv_formats import kv_format
 from ostinato.models.config import ModelConfig, parse_config
@@ -25,6 +25,7 @@ _META = torch.device("meta")
 class Footprint:
     """Sizes in bytes. `read_bytes` are the weights that every decode step reads: all but an untied embedding.
 
+    `gather_bytes` are the workspace for gathered keys and values, 0 without one, which `buffer_bytes` leaves out.
     `activation_bytes` is an estimate: the temporaries of one layer over the largest step. The rest is exact.
     """
 
@@ -36,6 +37,7 @@ class Footprint:
     read_bytes: int
     state_bytes: int
     buffer_bytes: int
+    gather_bytes: int
     activation_bytes: int
     kv_token_bytes: int
     uniform_sizes: tuple[int, ...]
@@ -45,7 +47,7 @@ class Footprint:
     @property
     def fixed_bytes(self) -> int:
         """All but the KV cache and what graphs and driver take."""
-        return self.weight_bytes + self.state_bytes + self.buffer_bytes + self.activation_bytes
+        return self.weight_bytes + self.state_bytes + self.buffer_bytes + self.gather_bytes + self.activation_bytes
 
 
 def footprint(config: EngineConfig, device_type: str) -> Footprint:
@@ -75,6 +77,7 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
         ring_depth=(config.max_in_flight or (2 if device_type == "cuda" else 1)) + 1,
         dtype=dtype,
         device=_META,
+        gather=resolve_gather(config, max_model_len, form.dtype),
     )
     weight_bytes = weights.num_bytes()
     embed = weights.embed.numel() * dtype.itemsize
@@ -86,7 +89,8 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
         weight_bytes=weight_bytes,
         read_bytes=weight_bytes - (0 if model_config.tie_word_embeddings else embed),
         state_bytes=RequestState(layout, model_config.vocab_size, _META).num_bytes(),
-        buffer_bytes=buffers.num_bytes(),
+        buffer_bytes=buffers.num_bytes() - buffers.gather_bytes,
+        gather_bytes=buffers.gather_bytes,
         activation_bytes=_activation_bytes(model_config, config.max_num_batched_tokens, dtype.itemsize),
         kv_token_bytes=memory.block_bytes(model_config, config.block_size, form) // config.block_size,
         uniform_sizes=uniform,

@@ -14,7 +14,7 @@ from typing import Any
 
 from ostinato.config import AUTO, CAPTURES, DTYPES, KV_CACHE_DTYPES, LADDERS, LOAD_FORMATS, EngineConfig
 from ostinato.errors import ConfigError
-from ostinato.graphs.mode import CUDAGraphMode
+from ostinato.graphs.mode import LAYER_CUTS, CUDAGraphMode
 from ostinato.request import SamplingParams, StructuredOutputsParams
 
 
@@ -104,6 +104,7 @@ ENGINE_OPTIONS = (
     Option("enforce_eager", None, "no graphs and no compile"),
     Option("capture", str, f"when graphs are recorded: {', '.join(CAPTURES)}", "WHEN"),
     Option("cudagraph_mode", str, ", ".join(CUDAGraphMode.__members__), "MODE"),
+    Option("cudagraph_cut", str, f"where PIECEWISE cuts a layer: {', '.join(LAYER_CUTS)}", "PLACE"),
     Option(
         "cudagraph_capture_sizes",
         capture_sizes,

@@ -74,13 +74,15 @@ def _num_blocks(config: EngineConfig, sizes: Footprint, memory_bytes: int | None
 
         return 1 + max(a_row, min(a_row * config.max_num_seqs, CPU_KV_BYTES // block_bytes))
     budget = int(memory_bytes * config.gpu_memory_utilization)
+    gathered = f", {sizes.gather_bytes >> 20} MiB of them for cudagraph_cut='kv_gather'" if sizes.gather_bytes else ""
+    lower = "--max-num-seqs, --max-model-len" if sizes.gather_bytes else "--max-model-len"
     left = budget - sizes.fixed_bytes - overhead
     if left < (1 + a_row) * block_bytes:
         raise CapacityError(
             f"{budget >> 20} MiB ({config.gpu_memory_utilization} of {memory_bytes >> 20} MiB) do not hold "
-            f"{sizes.fixed_bytes >> 20} MiB of weights, state, buffers and activations, {overhead >> 20} MiB overhead "
-            f"and {(1 + a_row) * block_bytes >> 20} MiB of KV for one request of {sizes.max_model_len} tokens: lower "
-            "--max-model-len or --max-num-batched-tokens, or take a larger device"
+            f"{sizes.fixed_bytes >> 20} MiB of weights, state, buffers and activations{gathered}, "
+            f"{overhead >> 20} MiB overhead and {(1 + a_row) * block_bytes >> 20} MiB of KV for one request of "
+            f"{sizes.max_model_len} tokens: lower {lower} or --max-num-batched-tokens, or take a larger device"
         )
     return left // block_bytes
 
@@ -102,11 +104,13 @@ def _facts(
         "weight_bytes": sizes.weight_bytes,
         "state_bytes": sizes.state_bytes,
         "buffer_bytes": sizes.buffer_bytes,
+        "gather_bytes": sizes.gather_bytes or None,
         "activation_bytes_estimate": sizes.activation_bytes,
         "overhead_bytes": None if memory_bytes is None else overhead,
         "memory_bytes": memory_bytes,
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "cudagraph_mode": config.resolved_mode.value,
+        "cudagraph_cut": config.cudagraph_cut,
         "uniform_sizes": list(sizes.uniform_sizes),
         "mixed_sizes": list(sizes.mixed_sizes),
         "num_recordings": sizes.num_recordings,
@@ -127,6 +131,7 @@ def _print(facts: dict[str, Any]) -> None:
         ("weights", "weight_bytes"),
         ("request state", "state_bytes"),
         ("step buffers", "buffer_bytes"),
+        ("gathered K and V (kv_gather)", "gather_bytes"),
         ("activations (estimate)", "activation_bytes_estimate"),
         ("context and graphs (assumed)", "overhead_bytes"),
         (f"KV cache, {facts['num_blocks']} blocks of {facts['block_size']} tokens", "kv_bytes"),

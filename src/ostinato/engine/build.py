@@ -149,6 +149,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
             activation_bytes=warm.activation_bytes,
             num_blocks=config.num_gpu_blocks_override,
             min_blocks=1 + -(-max_model_len // config.block_size),
+            gather_bytes=runner.buffers.gather_bytes,
         )
         budget.num_blocks_for(pool)  # what does not fit without graphs is refused before recording
     runner.record(recording_progress(progress))

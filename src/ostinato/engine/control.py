@@ -276,7 +276,7 @@ def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, pr
         budget = built.budget
         num_blocks = pool.num_blocks
         if budget is not None:
-            budget = replace(budget, activation_bytes=warm.activation_bytes)
+            budget = replace(budget, activation_bytes=warm.activation_bytes, gather_bytes=new.buffers.gather_bytes)
             goes = old.num_bytes() + (0 if pool is old_pool else old_pool.mapped_bytes)
             num_blocks = budget.num_blocks_for(pool, new.pending_bytes() - goes)
         if pool is not old_pool:

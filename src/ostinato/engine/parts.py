@@ -9,7 +9,7 @@ import torch
 from ostinato.config import EngineConfig
 from ostinato.connectors.protocol import KVConnector, KVConnectorWorker
 from ostinato.connectors.registry import make_connector
-from ostinato.engine.resolve import num_in_flight
+from ostinato.engine.resolve import num_in_flight, resolve_gather
 from ostinato.errors import ConfigError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.dispatch import Dispatcher
@@ -151,8 +151,13 @@ def make_runner(
     max_model_len: int,
     connector: KVConnectorWorker | None,
 ) -> Runner:
-    """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay."""
+    """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay. Raises
+    CapacityError where there is no room for the workspace of `cudagraph_cut`."""
     weights, model_config = model.weights.embed, model.config
+    gather = resolve_gather(config, max_model_len, pool.storage.pool.dtype)
+    if gather is not None:
+        size = gather.num_bytes(model_config, config.max_num_seqs)
+        memory.require_gather_room(size, config.max_num_seqs, max_model_len, weights.device)
     in_flight = num_in_flight(config, weights.device)
     layout = ArenaLayout(
         max_num_seqs=config.max_num_seqs,
@@ -171,6 +176,7 @@ def make_runner(
             ring_depth=in_flight + 1,
             dtype=weights.dtype,
             device=weights.device,
+            gather=gather,
         ),
         backend=make_backend(weights.device),
         dispatcher=dispatcher,

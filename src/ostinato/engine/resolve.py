@@ -12,6 +12,7 @@ from ostinato.graphs.buckets import mixed_ladder, uniform_ladder
 from ostinato.graphs.mode import RuntimeMode
 from ostinato.kernels.kv_formats import KVFormat, kv_format
 from ostinato.models.config import ModelConfig
+from ostinato.runner.inputs import GatherShape
 from ostinato.weights.base import Checkpoint
 
 
@@ -55,6 +56,13 @@ def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> in
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is above the model's {limit} positions")
     return config.max_model_len
+
+
+def resolve_gather(config: EngineConfig, max_model_len: int, dtype: torch.dtype) -> GatherShape | None:
+    """The workspace that `cudagraph_cut` takes, if any, for a KV cache of `dtype`."""
+    if config.cudagraph_cut != "kv_gather":
+        return None
+    return GatherShape(-(-max_model_len // config.block_size), config.block_size, dtype)
 
 
 def resolve_ladders(config: EngineConfig) -> tuple[tuple[int, ...], tuple[int, ...]]:

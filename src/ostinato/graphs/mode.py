@@ -16,7 +16,10 @@ import enum
 
 from ostinato.errors import ConfigError
 
-__all__ = ["CUDAGraphMode", "RuntimeMode"]
+__all__ = ["LAYER_CUTS", "CUDAGraphMode", "RuntimeMode"]
+
+LAYER_CUTS = ("attention", "kv_gather")
+"""Where a layer may be cut; it has one of the two places. The first is the default."""
 
 
 class RuntimeMode(enum.StrEnum):

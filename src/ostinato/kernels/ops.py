@@ -31,6 +31,7 @@ __all__ = [
     "few_gate_up_silu",
     "few_linear_residual",
     "few_norm_linear",
+    "gather_blocks",
     "invariant_attention",
     "invariant_linear",
     "invariant_silu_mul",
@@ -179,6 +180,14 @@ _OPS: Final = (
         "-> ()",
         _no_output,
     ),
+    _Op(
+        "gather_blocks",
+        "reference_blocks",
+        "triton_gather",
+        "(Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor seq_lens, int num_rows, "
+        "Tensor(a!) keys, Tensor(b!) values) -> ()",
+        _no_output,
+    ),
     _Op("wait_loaded", "reference_blocks", None, "(Tensor(a!) pending, int layer) -> ()", _no_output),
     _Op(
         "invariant_linear",
@@ -273,6 +282,7 @@ _sample: Final = torch.ops.ostinato.sample.default
 _logprobs: Final = torch.ops.ostinato.logprobs.default
 _advance: Final = torch.ops.ostinato.advance.default
 _copy_blocks: Final = torch.ops.ostinato.copy_blocks.default
+_gather_blocks: Final = torch.ops.ostinato.gather_blocks.default
 _wait_loaded: Final = torch.ops.ostinato.wait_loaded.default
 
 
@@ -620,6 +630,26 @@ def copy_blocks(
     a multiple of 8. Ids must be valid, and those of the target differ.
     """
     _copy_blocks(source, target, source_ids, target_ids, first_layer, num_layers)
+
+
+def gather_blocks(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    seq_lens: Tensor,
+    num_rows: int,
+    keys: Tensor,
+    values: Tensor,
+) -> None:
+    """Copies each row's blocks to a place of the row's own, in order and as stored.
+
+    `k_cache [N, B, G, D]`, `v_cache [N, B, G, D]`, `keys! [R * W, B, G, D]`, `values! [R * W, B, G, D]`, each block of
+    which is contiguous; `block_table [S, W]`, `row_slot [>=num_rows]`, `seq_lens [>=num_rows]`. Block w of row r, if it
+    holds one of the row's first `seq_lens[r]` positions, goes to block `r * W + w`, whole. Nothing else is read, table
+    entries included, or written: a row of length 0 costs a look at its length.
+    """
+    _gather_blocks(k_cache, v_cache, block_table, row_slot, seq_lens, num_rows, keys, values)
 
 
 def wait_loaded(pending: Tensor, layer: int) -> None:

@@ -2,16 +2,18 @@
 
 It works at fixed addresses: token ids and positions come from the step buffers; the residual stream, q, k, v and the
 attention output live in workspaces that every layer and every recording share, so that an eager attention between two
-graphs exchanges nothing but those. `cut("attention", op)` marks the place where a recording may be cut.
+graphs exchanges nothing but those. `cut("attention", op)` marks the place where a recording may be cut; with a
+workspace for gathered keys and values the place is `cut("kv_gather", op)`, and attention stays in the graph behind it.
 
-Shapes: T tokens of the step, R rows, H query heads, G key/value heads, D head size, N blocks, B block size, V
-vocabulary.
+Shapes: T tokens of the step, R rows, H query heads, G key/value heads, D head size, N blocks, B block size, W blocks
+of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -49,12 +51,31 @@ class AttentionArgs:
 
 
 @dataclass(frozen=True, slots=True)
+class GatheredKV:
+    """A row's keys and values one behind the other: a pool of W blocks for each of Rmax rows, and tables that say so,
+    so that what attends over the cache attends over it as well. All layers share it."""
+
+    pool: torch.Tensor  # [Rmax * W, 2, B, G, D], of the cache's format
+    block_table: torch.Tensor  # [Rmax, W] int32: r * W + w, for good
+    row_slot: torch.Tensor  # [Rmax] int32: r, for good
+
+    @property
+    def keys(self) -> torch.Tensor:
+        return self.pool[:, 0]
+
+    @property
+    def values(self) -> torch.Tensor:
+        return self.pool[:, 1]
+
+
+@dataclass(frozen=True, slots=True)
 class Workspace:
     """Fixed buffers that all layers share."""
 
     stream: torch.Tensor  # [Tmax, hidden]: the residual stream; after the last layer, what the final norm takes
     qkv: torch.Tensor  # [Tmax, (H + 2G) * D]
     attention_out: torch.Tensor  # [Tmax, H * D]
+    gathered: GatheredKV | None = None  # where a step copies each layer's keys and values before it attends
 
 
 class Decoder:
@@ -127,10 +148,14 @@ class Decoder:
         delta: torch.Tensor | None = None
         for layer, cache in layers:
             project.qkv(layer, delta, stream, eps, qkv)
-            attend = _Attention(self, layer, positions, query, key, value, cache, args, out)
+            attend = _Attention(self, layer, positions, query, key, value, cache, args, out, work.gathered)
             if not attend.fused:
                 attend.rotate()
-            cut("attention", attend)
+            if work.gathered is None:
+                cut("attention", attend)
+            else:
+                cut("kv_gather", partial(attend.gather, work.gathered))
+                attend.over_gathered(work.gathered)
             delta = project.mlp(layer, attention_out, stream, eps)
         if delta is not None:
             stream.add_(delta)
@@ -165,7 +190,8 @@ class _Attention:
     of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive.
 
     A step with one token a row does everything, rope included, in one op. Any other rotates first, inside the graph;
-    so does every step that is to be batch-invariant, since decode and prompt must then run the same kernels.
+    so does every step that is to be batch-invariant, since decode and prompt must then run the same kernels. Where keys
+    and values are gathered, writing them is part of that, so that all touching of the cache is outside the graph.
     """
 
     model: Decoder
@@ -177,10 +203,11 @@ class _Attention:
     cache: LayerCache
     args: AttentionArgs
     out: torch.Tensor
+    gathered: GatheredKV | None
 
     @property
     def fused(self) -> bool:
-        return self.args.query_len == 1 and not self.model.batch_invariant
+        return self.args.query_len == 1 and not self.model.batch_invariant and self.gathered is None
 
     def rotate(self) -> None:
         model, layer = self.model, self.layer
@@ -215,14 +242,33 @@ class _Attention:
                 scales,
             )
             return
-        ops.kv_write(self.key, self.value, k_cache, v_cache, a.slot_mapping, scales)
+        self._write()
+        self._attend(k_cache, v_cache, a.block_table, a.row_slot)
+
+    def gather(self, into: GatheredKV) -> None:
+        """Writes the step's keys and values, then copies those of every row of the key, as stored."""
+        a, (k_cache, v_cache, _) = self.args, self.cache
+        self._write()
+        ops.gather_blocks(k_cache, v_cache, a.block_table, a.row_slot, a.seq_lens, a.num_rows, into.keys, into.values)
+
+    def over_gathered(self, gathered: GatheredKV) -> None:
+        self._attend(gathered.keys, gathered.values, gathered.block_table, gathered.row_slot)
+
+    def _write(self) -> None:
+        k_cache, v_cache, scales = self.cache
+        ops.kv_write(self.key, self.value, k_cache, v_cache, self.args.slot_mapping, scales)
+
+    def _attend(
+        self, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, row_slot: torch.Tensor
+    ) -> None:
+        model, a, scales = self.model, self.args, self.cache.scales
         if model.batch_invariant:
             ops.invariant_attention(
                 self.query,
                 k_cache,
                 v_cache,
-                a.block_table,
-                a.row_slot,
+                block_table,
+                row_slot,
                 a.query_start,
                 a.seq_lens,
                 model.scale,
@@ -235,8 +281,8 @@ class _Attention:
             self.query,
             k_cache,
             v_cache,
-            a.block_table,
-            a.row_slot,
+            block_table,
+            row_slot,
             a.query_start,
             a.seq_lens,
             model.scale,

@@ -118,6 +118,8 @@ class StepChecker:
         work = self._buffers.work
         for tensor in (work.stream, work.qkv, work.attention_out, self._buffers.logits):
             tensor.fill_(float("nan"))
+        if work.gathered is not None:
+            work.gathered.pool.fill_(float("nan"))
 
     # -- what Twin needs ---------------------------------------------------------------------------------------------
 

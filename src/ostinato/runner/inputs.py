@@ -7,19 +7,35 @@ T tokens at most.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from ostinato.models.config import ModelConfig
-from ostinato.models.decoder import Workspace
+from ostinato.models.decoder import GatheredKV, Workspace
 
 LOGPROB_COLUMNS = 22
 """The sampled token's, the log-sum-exp (its rank in the id table), and 20 alternatives."""
 
 
+@dataclass(frozen=True, slots=True)
+class GatherShape:
+    """Of the workspace for gathered keys and values: `width` blocks of `block_size` tokens for each row."""
+
+    width: int
+    block_size: int
+    dtype: torch.dtype  # of the KV cache
+
+    def num_bytes(self, config: ModelConfig, max_rows: int) -> int:
+        """Of keys and values for one layer: Rmax * W * B * 2 * G * D elements."""
+        tokens = max_rows * self.width * self.block_size
+        return tokens * 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+
 class StepBuffers:
-    """`pads` names the value that each derived input holds outside the live part of a step."""
+    """`pads` names the value that each derived input holds outside the live part of a step. `gather`: there is a
+    workspace for gathered keys and values."""
 
     pads: ClassVar = {
         "token_ids": 0,
@@ -39,6 +55,7 @@ class StepBuffers:
         ring_depth: int,
         dtype: torch.dtype,
         device: torch.device,
+        gather: GatherShape | None = None,
     ) -> None:
         def ints(size: int, pad: int) -> torch.Tensor:
             return torch.full((size,), pad, dtype=torch.int32, device=device)
@@ -57,6 +74,7 @@ class StepBuffers:
             stream=floats(max_tokens, config.hidden_size),
             qkv=floats(max_tokens, config.qkv_size),
             attention_out=floats(max_tokens, config.query_size),
+            gathered=None if gather is None else _gathered(gather, config, max_rows, device),
         )
         # zero between steps: the last program of a row and head to finish resets its own
         self.attention_counters = ints(max_rows * config.num_kv_heads, 0)
@@ -73,6 +91,25 @@ class StepBuffers:
             yield f"inputs.{name}", getattr(self, name)
         for name in ("stream", "qkv", "attention_out"):
             yield f"work.{name}", getattr(self.work, name)
+        if (gathered := self.work.gathered) is not None:
+            for name in ("pool", "block_table", "row_slot"):
+                yield f"work.gathered.{name}", getattr(gathered, name)
+
+    @property
+    def gather_bytes(self) -> int:
+        """Of the workspace for gathered keys and values, which `num_bytes` includes."""
+        gathered = self.work.gathered
+        return 0 if gathered is None else gathered.pool.numel() * gathered.pool.element_size()
 
     def num_bytes(self) -> int:
         return sum(tensor.numel() * tensor.element_size() for _, tensor in self.named())
+
+
+def _gathered(shape: GatherShape, config: ModelConfig, max_rows: int, device: torch.device) -> GatheredKV:
+    num_blocks = max_rows * shape.width
+    cells = (num_blocks, 2, shape.block_size, config.num_kv_heads, config.head_dim)
+    return GatheredKV(
+        pool=torch.zeros(cells, dtype=shape.dtype, device=device),
+        block_table=torch.arange(num_blocks, dtype=torch.int32, device=device).view(max_rows, shape.width),
+        row_slot=torch.arange(max_rows, dtype=torch.int32, device=device),
+    )

@@ -6,6 +6,7 @@ recordings, which hold their addresses, stay.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -47,6 +48,22 @@ def device_memory(device: torch.device, *, trim: bool) -> DeviceMemory | None:
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
     return DeviceMemory(*torch.cuda.mem_get_info(device))
+
+
+def require_gather_room(num_bytes: int, max_num_seqs: int, max_model_len: int, device: torch.device) -> None:
+    """Raises CapacityError where the workspace of cudagraph_cut="kv_gather" is larger than what the device has free, or
+    the CPU's whole memory."""
+    now = device_memory(device, trim=True)
+    if now is not None:
+        room, what = now.free, "are free"
+    else:
+        room, what = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "is all there is"
+    if num_bytes > room:
+        raise CapacityError(
+            f"cudagraph_cut='kv_gather' takes a workspace of max_num_seqs x max_model_len = {max_num_seqs} x "
+            f"{max_model_len} tokens, {num_bytes >> 20} MiB, and {room >> 20} MiB {what} on {device}: lower one of the "
+            "two, or take cudagraph_cut='attention'"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +217,7 @@ class Budget:
     """How much of a CUDA device the engine may have. `num_blocks`: KV blocks whatever is left, None for what is.
 
     `activation_bytes`, of the largest eager step, come and go; `min_blocks` hold one request of
-    full length, and the scratch block.
+    full length, and the scratch block. `gather_bytes`, in use already, are for gathered keys and values.
     """
 
     device: torch.device
@@ -208,6 +225,7 @@ class Budget:
     activation_bytes: int
     num_blocks: int | None
     min_blocks: int
+    gather_bytes: int = 0
 
     def num_blocks_for(self, pool: KVPool, reserved_bytes: int = 0) -> int:
         """KV blocks that fit beside what the device holds now and `reserved_bytes` to come. Raises CapacityError, with
@@ -222,8 +240,17 @@ class Budget:
         if num_blocks < self.min_blocks:
             raise CapacityError(
                 f"gpu_memory_utilization={self.utilization} of {total >> 20} MiB leaves {max(left, 0) >> 20} MiB for "
-                f"KV after {used >> 20} MiB in use, {self.activation_bytes >> 20} MiB of activations and "
-                f"{reserved_bytes >> 20} MiB of graphs to come: {num_blocks} blocks of {size} bytes, but one request "
-                f"of full length needs {self.min_blocks}. Raise gpu_memory_utilization or lower max_model_len."
+                f"KV after {used >> 20} MiB in use{self._gathered()}, "
+                f"{self.activation_bytes >> 20} MiB of activations and {reserved_bytes >> 20} MiB of graphs to come: "
+                f"{num_blocks} blocks of {size} bytes, but one request of full length needs {self.min_blocks}. "
+                "Raise gpu_memory_utilization or lower max_model_len."
             )
         return min(num_blocks, pool.storage.num_blocks)
+
+    def _gathered(self) -> str:
+        if not self.gather_bytes:
+            return ""
+        return (
+            f" ({self.gather_bytes >> 20} MiB of them for cudagraph_cut='kv_gather', which grows with max_num_seqs x "
+            "max_model_len)"
+        )

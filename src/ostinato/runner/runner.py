@@ -22,7 +22,7 @@ from ostinato.errors import OstinatoError, StaleGraphError
 from ostinato.graphs.backends import GraphBackend
 from ostinato.graphs.capture import record_all
 from ostinato.graphs.dispatch import BatchKey, BatchShape, Decision, Dispatcher, Reason, StepCounters
-from ostinato.graphs.mode import RuntimeMode
+from ostinato.graphs.mode import LAYER_CUTS, RuntimeMode
 from ostinato.graphs.pending import Capture, PendingKeys, first_keys
 from ostinato.graphs.recorder import Cut, Recorder, no_cut
 from ostinato.graphs.statics import Statics
@@ -42,7 +42,7 @@ from ostinato.step import Admission, StepPlan, StepResult
 
 CUTS: dict[RuntimeMode, frozenset[str]] = {
     RuntimeMode.FULL: frozenset(),
-    RuntimeMode.PIECEWISE: frozenset({"attention", "head"}),
+    RuntimeMode.PIECEWISE: frozenset({*LAYER_CUTS, "head"}),
 }
 
 _UNWRITTEN = -2
@@ -431,11 +431,11 @@ class Runner:
             cut("head", lambda: self._head(key.num_rows, query_len))
 
     def _with_connector(self, connector: KVConnectorWorker, mode: RuntimeMode, cut: Cut) -> Cut:
-        """A step waits for each layer's KV before its attention: in the graph, and in host code where there is some."""
+        """A step waits for each layer's KV before it reads it: in the graph, and in host code where there is some."""
         layers = itertools.count()
 
         def wait_and_cut(name: str, op: Callable[[], None]) -> None:
-            if name != "attention":
+            if name not in LAYER_CUTS:
                 cut(name, op)
                 return
             layer = next(layers)
@@ -451,7 +451,7 @@ class Runner:
         layers = itertools.count()
 
         def set_and_run(name: str, op: Callable[[], None]) -> None:
-            if name == "attention":
+            if name in LAYER_CUTS:
                 scales.calibrate(next(layers), keys, values, self.buffers.slot_mapping[:num_tokens] >= 0)
             op()
 

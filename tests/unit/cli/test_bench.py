@@ -136,9 +136,30 @@ def test_modes_each_in_a_process_of_its_own(
     assert len(by_mode["FULL"]["recordings"]) == by_mode["FULL"]["num_recordings"]
 
 
+def test_modes_under_both_cuts(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "--batch 2 --prompt-len 5 --output-len 6 --modes PIECEWISE,FULL --cuts attention,kv_gather"
+    results = bench("modes", model, options, tmp_path)["results"]
+    assert "kv_gather" in capsys.readouterr().out
+    assert [(result["mode"], result["cut"]) for result in results] == [
+        ("PIECEWISE", "attention"),
+        ("FULL", "attention"),
+        ("PIECEWISE", "kv_gather"),
+        ("FULL", "kv_gather"),
+    ]
+    whole, cut, gathered = results[1]["timings"][0], results[0]["timings"][0], results[2]["timings"][0]
+    for row in (cut, gathered):
+        assert (row["runtime_mode"], row["graph_launches"], row["eager_calls"]) == ("PIECEWISE", 4, 3)
+    assert gathered["kernel_nodes"] == cut["kernel_nodes"] + 3, "attention, of three layers"
+    assert whole["kernel_nodes"] > 0
+    options = "--batch 1 --prompt-len 5 --output-len 4 --modes PIECEWISE --cudagraph-cut kv_gather"
+    assert [result["cut"] for result in bench("modes", model, options, tmp_path)["results"]] == ["kv_gather"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["modes", "--cuts", "head"], "--cuts head: must be one or more of attention, kv_gather"),
+        (["modes", "--cuts", "attention", "--cudagraph-cut", "attention"], "goes through the cuts in --cuts"),
         (["profile", "--batch", "1"], "needs a GPU"),
         (
             ["decode", "--bandwidth", "auto", "--batch", "2", "--prompt-len", "9"],

@@ -56,6 +56,14 @@ def test_cuts_stand_in_their_places(model: str, small: list[str], tmp_path: Path
     assert third == [node for node in nodes if node["segment"] == 2]
 
 
+def test_another_cut_leaves_attention_in_the_graphs(model: str, small: list[str], tmp_path: Path) -> None:
+    nodes = inspect(tmp_path, model, *small, "--key", "mixed:8", "--cudagraph-cut", "kv_gather")["nodes"]
+    eager = [node for node in nodes if node["kind"] == "eager"]
+    assert [(node["name"], node["layer"]) for node in eager] == [*(("kv_gather", n) for n in range(3)), ("head", None)]
+    attention = [node for node in nodes if node["name"] == "ostinato.attention"]
+    assert [(node["segment"], node["layer"]) for node in attention] == [(2, 0), (4, 1), (6, 2)]
+
+
 def test_keys(model: str, small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", model, *small, "--keys"]) == 0
     out = capsys.readouterr().out

@@ -45,6 +45,21 @@ def test_for_a_gpu_that_is_not_here(model: str, capsys: pytest.CaptureFixture[st
     assert facts["max_concurrency"] == pytest.approx(facts["kv_tokens"] / 256, abs=0.01)
 
 
+def test_the_workspace_of_a_cut_is_counted(model: str, small: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    plain, facts = plan(capsys, model, *small), plan(capsys, model, *small, "--cudagraph-cut", "kv_gather")
+    assert (plain["cudagraph_cut"], plain["gather_bytes"]) == ("attention", None)
+    assert facts["gather_bytes"] == 4 * 64 * 2 * 2 * 12 * 4  # rows, tokens, K and V, heads, head size, float32
+    assert facts["buffer_bytes"] - plain["buffer_bytes"] == 4 * 4 * 4 + 4 * 4  # its tables
+    options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    with LLM(model, max_model_len=64, cudagraph_cut="kv_gather", **options) as llm:
+        assert facts["buffer_bytes"] + facts["gather_bytes"] == llm.engine.runner.buffers.num_bytes()
+    words = [model, "--load-format", "dummy", "--cudagraph-cut", "kv_gather", "--max-num-batched-tokens", "70000"]
+    assert main(["plan", *words, "--memory", "2GiB", "--max-num-seqs", "70000"]) == 2
+    err = capsys.readouterr().err
+    assert f"activations, {70000 * 256 * 2 * 2 * 12 * 2 >> 20} MiB of them for cudagraph_cut='kv_gather'" in err
+    assert "lower --max-num-seqs, --max-model-len or" in err
+
+
 def test_too_small_a_device_is_refused_with_numbers(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", model, "--load-format", "dummy", "--memory", "1GiB"]) == 2
     err = capsys.readouterr().err

@@ -13,6 +13,7 @@ from triton.compiler import ASTSource
 
 from ostinato.kernels.triton_attention_decode import combine_kernel, decode_config, decode_kernel
 from ostinato.kernels.triton_attention_prefill import prefill_config, prefill_kernel
+from ostinato.kernels.triton_gather import gather_blocks_kernel, gather_chunk
 from ostinato.kernels.triton_kv_write import kv_write_kernel
 
 MODEL_POINTERS = {"q", "k", "v", "out"}
@@ -48,6 +49,11 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
     for scaled in SCALED:
         choices = {**padded, "NUM_HEADS": 8, "HEADS_PAD": 8, "BLOCK_SIZE": 16, "PDL": True, "SCALED": scaled}
         yield kv_write_kernel, choices, 4, 3
+    for scaled, num_heads, head_size in ((False, 8, 128), (True, 8, 128), (False, 3, 80)):
+        size = 16 * num_heads * head_size
+        chunk = gather_chunk(size, 1 if scaled else ELEMENT_SIZE)
+        bits = {"BITS": "*u8" if scaled else "*i16"}
+        yield gather_blocks_kernel, {"BLOCK_SIZE": 16, "SIZE": size, "CHUNK": chunk, "PDL": True} | bits, 4, 3
 
 
 def tile_choices(config: Any) -> dict[str, int]:
@@ -55,7 +61,9 @@ def tile_choices(config: Any) -> dict[str, int]:
     return {name.upper(): fields[name] for name in ("num_queries", "head_pad", "tile")}
 
 
-def argument_type(name: str, scaled: bool) -> str:
+def argument_type(name: str, scaled: bool, bits: str | None = None) -> str:
+    if bits is not None and name in CACHES | {"keys", "values"}:
+        return bits
     if name in CACHES:
         return "*fp8e4nv" if scaled else "*bf16"
     if name == "kv_scales":
@@ -71,9 +79,10 @@ def argument_type(name: str, scaled: bool) -> str:
 
 def main() -> None:
     for kernel, choices, num_warps, num_stages in cases():
+        bits = choices.pop("BITS", None)  # of a kernel that copies whatever the type
         names = kernel.arg_names
         signature = {
-            name: "constexpr" if name in choices else argument_type(name, choices.get("SCALED", False))
+            name: "constexpr" if name in choices else argument_type(name, choices.get("SCALED", False), bits)
             for name in names
         }
         aligned = {
@@ -82,7 +91,7 @@ def main() -> None:
             if signature[name].startswith("*") or "stride" in name
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=choices, attrs=aligned)
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+        options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": choices.get("PDL", False)}
         compiled = triton.compile(source, target=TARGET, options=options)
         report = {
             "kernel": kernel.__name__,

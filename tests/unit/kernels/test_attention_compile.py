@@ -28,7 +28,7 @@ def reports() -> list[dict[str, Any]]:
 
 def test_every_kernel_compiles(reports: list[dict[str, Any]]) -> None:
     assert {report["kernel"] for report in reports} == {
-        "decode_kernel", "prefill_kernel", "combine_kernel", "kv_write_kernel",
+        "decode_kernel", "prefill_kernel", "combine_kernel", "kv_write_kernel", "gather_blocks_kernel",
     }  # fmt: skip
 
 

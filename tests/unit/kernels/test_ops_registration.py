@@ -55,6 +55,10 @@ def example(name: str) -> tuple[Any, ...]:
         query_start, seq_lens = ints(0, 2, 3), ints(5, 2)
         return (torch.randn(3, 4, 8), *caches, filled(1, 3, 3), ints(0, 2), query_start, seq_lens, 0.5, 2,
                 torch.zeros(3, 4, 8), torch.ones(2, 2))  # fmt: skip
+    if name == "gather_blocks":
+        caches = (torch.randn(5, BLOCK_SIZE, 2, 8), torch.randn(5, BLOCK_SIZE, 2, 8))
+        targets = (torch.zeros(6, BLOCK_SIZE, 2, 8), torch.zeros(6, BLOCK_SIZE, 2, 8))
+        return (*caches, filled(1, 3, 3), ints(0, 2), ints(5, 2), 2, *targets)
     if name == "copy_blocks":
         source, target = (torch.randint(0, 255, (count, 3, 16), dtype=torch.uint8) for count in (4, 5))
         return (source, target, ints(3, 0), ints(1, 4), 1, 2)
@@ -82,6 +86,7 @@ NAMES = [
     "logprobs",
     "advance",
     "copy_blocks",
+    "gather_blocks",
 ]
 
 

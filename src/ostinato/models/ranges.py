@@ -55,7 +55,7 @@ class LayerRanges:
             self._layer = None
 
     def cuts(self, cut: Cut) -> Cut:
-        """The same with a range around what is cut out, `layer N attention` or `head`, when and wherever it runs."""
+        """The same with a range around what is cut out, such as `layer N attention` or `head`, wherever it runs."""
 
         def named_cut(name: str, op: Callable[[], None]) -> None:
             where = name if self._layer is None else f"layer {self._layer} {name}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from ostinato.tokenizer.tokenizer import Tokenizer
 
 
 class Delta(NamedTuple):
-    """What one collected token added. `text` may be empty: half a character, or the beginning of a stop string."""
+    """What one collected token added, or several (`join`). `text` may be empty: half a character, or the beginning of a
+    stop string."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -22,6 +24,15 @@ class Delta(NamedTuple):
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     logprobs: tuple[dict[int, Logprob], ...] = ()
+
+
+def join(deltas: Sequence[Delta]) -> Delta:
+    """One for several of one request, in their order."""
+    return deltas[-1]._replace(
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        text="".join(delta.text for delta in deltas),
+        logprobs=tuple(table for delta in deltas for table in delta.logprobs),
+    )
 
 
 @dataclass(slots=True)

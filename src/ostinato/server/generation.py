@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from msgspec import Struct
 from starlette.types import Receive, Scope, Send
 
-from ostinato.engine.output import OutputState
+from ostinato.engine.output import Delta, OutputState, join
 from ostinato.engine.stream import Piece, RequestStream
 from ostinato.errors import OstinatoError
 from ostinato.request import FinishReason
@@ -29,7 +29,7 @@ class Form(Protocol):
     """The bodies of one kind of answer."""
 
     def chunks(self, piece: Piece, outputs: Sequence[OutputState]) -> Iterator[Struct]:
-        """Of a stream: what one token is told as; nothing if it adds no text."""
+        """Of a stream: what one or more tokens of an answer are told as; nothing if they add no text."""
         ...
 
     def usage_chunk(self, usage: Usage) -> Struct:
@@ -42,7 +42,7 @@ class Form(Protocol):
 
 
 class EventStream(StreamingResponse):
-    """Sends pieces as they come; several that came together leave together."""
+    """Sends pieces as they come; tokens of an answer that came together leave in one event."""
 
     def __init__(self, stream: RequestStream, form: Form, *, include_usage: bool, num_prompts: int) -> None:
         self._stream = stream
@@ -63,7 +63,7 @@ async def _events(stream: RequestStream, form: Form, include_usage: bool, num_pr
     try:
         async for pieces in stream:
             _check(pieces)
-            chunks = [event(chunk) for piece in pieces for chunk in form.chunks(piece, stream.outputs)]
+            chunks = [event(chunk) for piece in joined(pieces) for chunk in form.chunks(piece, stream.outputs)]
             if chunks:
                 yield b"".join(chunks)
     except Exception as error:  # too late for a status: the stream itself says it
@@ -73,6 +73,16 @@ async def _events(stream: RequestStream, form: Form, include_usage: bool, num_pr
         yield event(form.usage_chunk(usage_of(stream.outputs, num_prompts))) + DONE
     else:
         yield DONE
+
+
+def joined(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """One piece for each answer that is among them, in the order in which these begin."""
+    if len(pieces) == 1:
+        return pieces
+    by_answer: dict[int, list[Delta]] = {}
+    for answer, delta in pieces:
+        by_answer.setdefault(answer, []).append(delta)
+    return [Piece(answer, deltas[0] if len(deltas) == 1 else join(deltas)) for answer, deltas in by_answer.items()]
 
 
 async def whole(request: Request, stream: RequestStream, form: Form, *, num_prompts: int) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ostinato.connectors.host_index import HostIndex
 from ostinato.connectors.mover import Copy, Transfers
+from ostinato.connectors.offer import Offer
 from ostinato.connectors.protocol import ConnectorStats
 from ostinato.request import Request
 
@@ -22,32 +23,20 @@ class OffloadingScheduler:
     def __init__(self, capacity: int, block_size: int) -> None:
         self._block_size = block_size
         self._index = HostIndex(capacity)
+        self._offer = Offer(self._index, block_size)
         self._saves: list[Copy] = []
-        self._loads: list[Copy] = []
-        self._offered: list[int] = []  # held from a match until its request has blocks or is left for later
         self._under_way: dict[int, list[int]] = {}  # by transfer: the slots that it holds
-        self._number = 0
-        self._query_tokens = self._hit_tokens = self._loaded = self._saved = 0
+        self._number = self._saved = 0
 
     def get_num_new_matched_tokens(
         self, request: Request, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> int:
-        self._withdraw()
-        self._offered = self._index.find(block_hashes[num_computed_tokens // self._block_size :])
-        self._index.hold(self._offered)
-        return len(self._offered) * self._block_size
+        return self._offer.match(block_hashes[num_computed_tokens // self._block_size :]) * self._block_size
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
-        first, count = num_computed_tokens // self._block_size, num_external_tokens // self._block_size
-        self._query_tokens += len(request.tokens) - num_computed_tokens
-        self._hit_tokens += num_external_tokens
-        self._loaded += count
-        slots = self._offered[:count]
-        self._loads += [Copy(slot, block) for slot, block in zip(slots, block_ids[first:], strict=False)]
-        self._index.hold(slots)
-        self._withdraw()
+        self._offer.accept(request, block_ids, num_computed_tokens, num_external_tokens)
 
     def blocks_computed(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """They are saved when the pool needs their room."""
@@ -60,13 +49,13 @@ class OffloadingScheduler:
             self._saved += 1
 
     def build_connector_meta(self) -> Transfers | None:
-        self._withdraw()
-        if not self._saves and not self._loads:
+        self._offer.withdraw()
+        if not self._saves and not self._offer.loads:
             return None
-        meta = Transfers(self._number, tuple(self._saves), tuple(self._loads))
-        self._under_way[self._number] = [copy.host for copy in (*self._saves, *self._loads)]
+        meta = Transfers(self._number, tuple(self._saves), self._offer.take_loads())
+        self._under_way[self._number] = [copy.host for copy in (*meta.saves, *meta.loads)]
         self._number += 1
-        self._saves, self._loads = [], []
+        self._saves = []
         return meta
 
     def update_connector_output(self, finished: Sequence[object]) -> None:
@@ -84,7 +73,7 @@ class OffloadingScheduler:
         """What was loaded for it is in the pool, and what was not stays here."""
 
     def forget_contents(self) -> None:
-        self._withdraw()
+        self._offer.withdraw()
         self._index.clear()
 
     def wait_for_change(self, timeout_s: float) -> None:
@@ -92,9 +81,9 @@ class OffloadingScheduler:
 
     def stats(self) -> ConnectorStats:
         return ConnectorStats(
-            query_tokens=self._query_tokens,
-            hit_tokens=self._hit_tokens,
-            loaded_blocks=self._loaded,
+            query_tokens=self._offer.query_tokens,
+            hit_tokens=self._offer.hit_tokens,
+            loaded_blocks=self._offer.loaded_blocks,
             saved_blocks=self._saved,
             held_blocks=len(self._index),
             capacity_blocks=self._index.capacity,
@@ -102,7 +91,3 @@ class OffloadingScheduler:
 
     def close(self) -> None:
         self._index.clear()
-
-    def _withdraw(self) -> None:
-        offered, self._offered = self._offered, []
-        self._index.release(offered)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from ostinato.connectors.fetcher import Fetch, Fetcher
 from ostinato.connectors.host_index import HostIndex
 from ostinato.connectors.mover import Copy, Transfers
+from ostinato.connectors.offer import Offer
 from ostinato.connectors.protocol import ConnectorStats
 from ostinato.request import Request
 
@@ -62,49 +63,37 @@ class StagedScheduler:
         self._fetches: dict[str, Fetch] = {}  # by request
         self._waiting: set[str] = set()  # requests, for a fetch of theirs or another's
         self._hashes: Sequence[bytes] = ()  # of the request that was asked about last
-        self._offered: list[int] = []  # held from a match until its request has blocks or is left for later
-        self._loads: list[Copy] = []
+        self._offer = Offer(index, block_size, lock)
         self._saves: list[tuple[Copy, bytes]] = []
         self._saving: set[bytes] = set()
         self._unsaved: set[bytes] = set()  # in the pool, and there was no room to save them: once more when they go
         self._loading: dict[int, list[int]] = {}  # by transfer: the slots that it holds
         self._writing: dict[int, list[tuple[int, bytes]]] = {}
-        self._number = 0
-        self._query_tokens = self._hit_tokens = self._loaded = self._saved = 0
+        self._number = self._saved = 0
         self._deferred = self._late = self._failed_saves = 0
 
     def get_num_new_matched_tokens(
         self, request: Request, block_hashes: Sequence[bytes], num_computed_tokens: int
     ) -> int | None:
-        self._withdraw()
+        self._offer.withdraw()
         self._hashes = block_hashes
         if self._fetcher is None or not self._reads:
             return 0
         wanted = block_hashes[num_computed_tokens // self._block_size :]
-        with self._lock:
-            found = self._index.find(wanted)
-            self._index.hold(found)
-        self._offered = found
-        if len(found) < len(wanted) and not self._has_asked(self._fetcher, request, wanted[len(found) :]):
-            self._withdraw()
+        found = self._offer.match(wanted)
+        if found < len(wanted) and not self._has_asked(self._fetcher, request, wanted[found:]):
+            self._offer.withdraw()
             return None
-        return len(found) * self._block_size
+        return found * self._block_size
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_computed_tokens: int, num_external_tokens: int
     ) -> None:
-        first, count = num_computed_tokens // self._block_size, num_external_tokens // self._block_size
-        self._query_tokens += len(request.tokens) - num_computed_tokens
-        self._hit_tokens += num_external_tokens
-        self._loaded += count
-        slots = self._offered[:count]
-        self._loads += [Copy(slot, block) for slot, block in zip(slots, block_ids[first:], strict=False)]
-        with self._lock:
-            self._index.hold(slots)
-        self._withdraw()
+        self._offer.accept(request, block_ids, num_computed_tokens, num_external_tokens)
         self._drop_fetch(request)
         if self._has is not None:  # what the store has forgotten since, while the pool still has it
-            self.blocks_computed(list(zip(block_ids[:first], self._hashes, strict=False)))
+            computed = block_ids[: num_computed_tokens // self._block_size]
+            self.blocks_computed(list(zip(computed, self._hashes, strict=False)))
 
     def blocks_computed(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         if self._writes:
@@ -118,16 +107,16 @@ class StagedScheduler:
             self._unsaved.discard(block_hash)
 
     def build_connector_meta(self) -> StagedTransfers | None:
-        self._withdraw()
-        if not self._saves and not self._loads:
+        self._offer.withdraw()
+        if not self._saves and not self._offer.loads:
             return None
         saves, digests = tuple(copy for copy, _ in self._saves), tuple(digest for _, digest in self._saves)
-        meta = StagedTransfers(self._number, saves, tuple(self._loads), digests)
-        self._loading[meta.number] = [copy.host for copy in self._loads]
+        meta = StagedTransfers(self._number, saves, self._offer.take_loads(), digests)
+        self._loading[meta.number] = [copy.host for copy in meta.loads]
         if saves:
             self._writing[meta.number] = [(copy.host, digest) for copy, digest in self._saves]
         self._number += 1
-        self._saves, self._loads = [], []
+        self._saves = []
         return meta
 
     def update_connector_output(self, finished: Sequence[object]) -> None:
@@ -147,7 +136,7 @@ class StagedScheduler:
 
     def forget_contents(self) -> None:
         """The store's blocks are of the weights that were there at the start: it is done with."""
-        self._withdraw()
+        self._offer.withdraw()
         self._reads = self._writes = False
         if self._fetcher is not None:
             for fetch in self._fetches.values():
@@ -166,9 +155,9 @@ class StagedScheduler:
 
     def stats(self) -> ConnectorStats:
         return ConnectorStats(
-            query_tokens=self._query_tokens,
-            hit_tokens=self._hit_tokens,
-            loaded_blocks=self._loaded,
+            query_tokens=self._offer.query_tokens,
+            hit_tokens=self._offer.hit_tokens,
+            loaded_blocks=self._offer.loaded_blocks,
             saved_blocks=self._saved,
             held_blocks=len(self._index),
             capacity_blocks=self._index.capacity,
@@ -232,8 +221,3 @@ class StagedScheduler:
             self._failed_saves += not kept
             named = self._index.name(slot, digest) if kept and self._writes else slot
             self._index.release([named])
-
-    def _withdraw(self) -> None:
-        offered, self._offered = self._offered, []
-        with self._lock:
-            self._index.release(offered)

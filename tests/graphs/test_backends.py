@@ -101,6 +101,37 @@ def test_segments(bench: Bench) -> None:
     assert cut.addresses["x"] == model.x.data_ptr()
 
 
+def test_a_segment_is_prepared_once_and_outside_every_graph(bench: Bench) -> None:
+    """Whoever runs the step without a recording calls the op itself."""
+    counter = bench.zeros("counter", 1)
+    prepared: list[torch.Tensor] = []
+
+    class Op:
+        def __call__(self) -> None:
+            counter.add_(1)
+
+        def prepare(self) -> Callable[[], None]:
+            prepared.append(torch.full_like(counter, 100.0))
+            assert prepared[-1].item() == 100.0  # a host read, which no graph could repeat
+            return lambda: quiet(counter.add_(prepared[-1]))
+
+    def step(cut: Cut) -> None:
+        counter.mul_(2)
+        cut("here", Op())
+        counter.mul_(3)
+
+    bench.warm(lambda: step(no_cut))
+    counter.fill_(1)
+    recording = bench.recorder.record(step, frozenset({"here"}))
+    assert len(prepared) == 1 and counter.item() == 1
+    recording.replay()
+    assert counter.item() == 306
+    recording.replay()
+    assert counter.item() == 2136 and len(prepared) == 1
+    step(no_cut)
+    assert counter.item() == 3 * (2 * 2136 + 1)
+
+
 def test_empty_graphs_are_dropped(bench: Bench) -> None:
     x = bench.zeros("x", 3)
 

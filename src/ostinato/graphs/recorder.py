@@ -18,7 +18,7 @@ from ostinato.graphs.backends import Graph, GraphBackend
 from ostinato.graphs.source import line_of
 from ostinato.graphs.statics import Statics
 
-__all__ = ["Cut", "EagerSegment", "GraphSegment", "Recorder", "Recording", "no_cut"]
+__all__ = ["Cut", "EagerSegment", "GraphSegment", "Recorder", "Recording", "no_cut", "prepared"]
 
 Cut = Callable[[str, Callable[[], None]], None]
 """`cut(name, op)`: does `op`, at a place where a recording may be cut."""
@@ -27,6 +27,12 @@ Cut = Callable[[str, Callable[[], None]], None]
 def no_cut(name: str, op: Callable[[], None]) -> None:
     """The `Cut` of an eager call: just does it."""
     op()
+
+
+def prepared(op: Callable[[], None]) -> Callable[[], None]:
+    """What `op.prepare()` returns, if it has such a method: the same, made ready to be called many times."""
+    prepare: Callable[[], Callable[[], None]] | None = getattr(op, "prepare", None)
+    return op if prepare is None else prepare()
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +49,7 @@ class GraphSegment:
 
 @dataclass(frozen=True, slots=True)
 class EagerSegment:
-    """What the step passed to `cut(name, op)`."""
+    """What the step passed to `cut(name, op)`, prepared."""
 
     name: str
     op: Callable[[], None]
@@ -116,7 +122,7 @@ class Recorder:
                 op()
                 return
             end_graph()
-            segments.append(EagerSegment(name, op))
+            segments.append(EagerSegment(name, prepared(op)))
             self.backend.begin(self.statics)
 
         try:

@@ -114,7 +114,7 @@ _OPS: Final = (
         "triton_attention",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
         "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out, "
-        "Tensor? kv_scales=None) -> ()",
+        "Tensor? kv_scales=None, Tensor(b!)? counters=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -356,6 +356,7 @@ def attention(
     num_splits: int,
     out: Tensor,
     kv_scales: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     """Causal attention of a step's queries over the paged cache, which already holds the step's own keys.
 
@@ -363,8 +364,9 @@ def attention(
     `query_start [>=num_rows + 1]`, `seq_lens [>=num_rows]`, `out! [T, H, D]`. Token j of a row with q tokens sees the
     positions below `seq_len - q + j + 1`; padding gives zeros. Nothing outside a row's live positions is used, NaN
     included. `query_len` 0: as `query_start` says, which on CUDA is read for long queries of one length too.
-    `num_splits` (short queries of one length, CUDA only) is how many programs share one row's keys. `kv_scales`: as
-    they were written with (see `kv_write`).
+    `num_splits` (short queries, CUDA only) is how many programs share one row's keys. `kv_scales`: as they were written
+    with (see `kv_write`). `counters! [>=num_rows * G]`, as for `decode_attention`: with them, rows of one token in a
+    ragged step are attended to as in a decode step (CUDA only).
     """
     _attention(
         q,
@@ -380,6 +382,7 @@ def attention(
         num_splits,
         out,
         kv_scales,
+        counters,
     )
 
 

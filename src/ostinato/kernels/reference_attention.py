@@ -54,6 +54,7 @@ def attention(
     num_splits: int,
     out: Tensor,
     kv_scales: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     """Causal attention of each row's new tokens over its paged keys and values, the new ones included.
 
@@ -63,7 +64,8 @@ def attention(
     with n tokens sees positions below seq_len - n + j + 1. Tokens that see nothing, and tokens of no row, get zeros.
 
     Nothing outside the first seq_len positions of a row is read: neither table entries nor cells. Scores, softmax and
-    the weighted sum are float32. kv_scales [2, G]: of what the cache holds. `num_splits` only matters on CUDA.
+    the weighted sum are float32. kv_scales [2, G]: of what the cache holds. `num_splits` and `counters` only matter on
+    CUDA.
     """
     block_size = k_cache.shape[1]
     capacity = block_table.shape[1] * block_size

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["choose_num_splits"]
+__all__ = ["choose_num_splits", "max_row_splits", "ragged_splits"]
 
 # Two decode programs of a common head group and query length fit on one multiprocessor (shared memory, registers).
 _PROGRAMS_PER_SM = 2
 # Below this many blocks a part costs more in launch and merge than it saves in reading.
 _MIN_BLOCKS_PER_SPLIT = 8
 _MAX_SPLITS = 128
+_MAX_PLACES = 512
+"""More programs than any device has places for at once."""
+# Where only the device knows which rows decode, a few of them with long contexts should still fill it; parts that find
+# nothing to do cost little, and all rows of a full step four times the merging of 1 % of what they read.
+_RAGGED_SPLITS = 4
 _GOOD_ENOUGH = 0.85
 
 
@@ -34,6 +39,17 @@ def choose_num_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms
     shares = [_busy_share(programs * splits, places) for splits in range(1, limit + 1)]
     target = _GOOD_ENOUGH * max(shares)
     return next(index + 1 for index, share in enumerate(shares) if share >= target)
+
+
+def ragged_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms: int) -> int:
+    """The same for the decoding rows of a ragged step, at most `num_rows`."""
+    at_most = min(max(max_blocks // _MIN_BLOCKS_PER_SPLIT, 1), _RAGGED_SPLITS)
+    return max(choose_num_splits(num_rows, num_kv_heads, max_blocks, num_sms), at_most)
+
+
+def max_row_splits(max_rows: int, num_kv_heads: int) -> int:
+    """No batch of up to `max_rows` rows has more rows times splits than this."""
+    return max(-(-_MAX_PLACES // num_kv_heads) + max_rows, _RAGGED_SPLITS * max_rows)
 
 
 def _busy_share(programs: int, places: int) -> float:

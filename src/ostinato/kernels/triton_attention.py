@@ -1,13 +1,24 @@
-"""The CUDA implementation of the `attention` op: one kernel for short queries of one length, one for all others."""
+"""The CUDA implementation of the `attention` op, and the attention of a step as launches to be repeated.
+
+Short queries of one length have a kernel. A ragged step has two: rows of one token, which are the running requests
+beside a prompt, go through the decode kernel, since in a query block of the ragged one they would fill one place of
+many; and on the device, so that a recording holds for any mix. Without counters all rows go through the ragged kernel.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor
 
 from ostinato.kernels.triton_attention_decode import MAX_QUERY_LEN, decode_attention
-from ostinato.kernels.triton_attention_prefill import prefill_attention
+from ostinato.kernels.triton_attention_prefill import prefill_call
+from ostinato.kernels.triton_decode_fused import decode_call, single_token_attention, single_token_call
+from ostinato.kernels.triton_kv_write import kv_write_call
+from ostinato.kernels.triton_launch import KernelCall, PreparedCall
 
-__all__ = ["attention"]
+__all__ = ["attention", "prepared_decode", "prepared_ragged"]
 
 
 def attention(
@@ -24,13 +35,115 @@ def attention(
     num_splits: int,
     out: Tensor,
     kv_scales: Tensor | None = None,
+    counters: Tensor | None = None,
 ) -> None:
     """As `reference_attention.attention`. The grid follows from the arguments' shapes and the ints alone."""
     if 0 < query_len <= MAX_QUERY_LEN:
         decode_attention(
             q, k_cache, v_cache, block_table, row_slot, seq_lens, scale, query_len, num_rows, num_splits, out, kv_scales
         )
-    else:
-        prefill_attention(
-            q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales
-        )
+        return
+    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows)
+    if counters is not None:
+        single_token_attention(*over, num_splits, out, counters, kv_scales)
+    prefill_call(*over, out, kv_scales, singles=counters is None)()
+
+
+def prepared_decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    kv_scales: Tensor | None,
+) -> Callable[[], None]:
+    """`ops.decode_attention` over these tensors, one token in each of `num_rows` rows, as a function that launches it
+    on the current stream. `partials` float32, at least `num_partial_floats` long: shared by calls of one stream."""
+    call = decode_call(
+        q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
+        seq_lens, scale, num_rows, num_splits, out, counters, partials, True, kv_scales,
+    )  # fmt: skip
+    if not call.can_be_prepared:
+        return call
+    decode, current = PreparedCall(call), _stream_of(q.device)
+
+    def run() -> None:
+        decode.launch(current(), *decode.grid)
+
+    return run
+
+
+def prepared_ragged(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    kv_scales: Tensor | None,
+    live_rows: Callable[[], int],
+) -> Callable[[], None]:
+    """`ops.kv_write` and a ragged `ops.attention` over these tensors, as a function that launches them on the current
+    stream, over the first `live_rows()` rows: no other has a token. `partials` as for `prepared_decode`."""
+    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows)
+    write = kv_write_call(k, v, k_cache, v_cache, slot_mapping, kv_scales)
+    singles = single_token_call(*over, num_splits, out, counters, partials, kv_scales)
+    prefill = prefill_call(*over, out, kv_scales, singles=False)
+    if not write.can_be_prepared:
+        return _in_turn(write, singles, prefill)
+    first, second, third = PreparedCall(write), PreparedCall(singles), PreparedCall(prefill)
+    current, rows_at = _stream_of(q.device), third.place("num_rows")
+    num_kv_heads, query_blocks = second.grid[0], third.grid[0] - num_rows
+
+    def run() -> None:
+        stream, rows = current(), live_rows()
+        first.launch(stream, *first.grid)
+        second.launch(stream, num_kv_heads, rows, num_splits)
+        third.put(rows_at, rows)
+        third.launch(stream, query_blocks + rows, num_kv_heads, 1)
+
+    return run
+
+
+def _in_turn(*calls: KernelCall) -> Callable[[], None]:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return run
+
+
+def _stream_of(device: torch.device) -> Callable[[], int]:
+    """A function that returns the raw handle of the current stream there."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    raw = torch._C._cuda_getCurrentRawStream
+
+    def current() -> int:
+        return int(raw(index))
+
+    return current

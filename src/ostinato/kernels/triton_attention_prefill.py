@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
+from ostinato.kernels.triton_launch import KernelCall
 
-__all__ = ["PrefillConfig", "prefill_attention", "prefill_config", "prefill_kernel"]
+__all__ = ["PrefillConfig", "prefill_attention", "prefill_call", "prefill_config", "prefill_kernel"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -81,8 +82,10 @@ def prefill_kernel(
     TILE: tl.constexpr,
     INVARIANT: tl.constexpr,
     SCALED: tl.constexpr,
+    SINGLES: tl.constexpr,
 ):
-    """Grid (cdiv(T, NUM_QUERIES // GROUP) + R, G). INVARIANT: a query's bits do not depend on the queries beside it."""
+    """Grid (cdiv(T, NUM_QUERIES // GROUP) + R, G). INVARIANT: a query's bits do not depend on the queries beside it.
+    SINGLES: rows of one token too; otherwise what is in `out` for them stays."""
     BLOCK: tl.constexpr = NUM_QUERIES // GROUP
     # Late query blocks of a row see the most keys: they start first, so that none is left for the end.
     index = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -98,6 +101,9 @@ def prefill_kernel(
     end = tl.minimum(tl.load(query_start + row + 1, mask=is_row, other=num_tokens), num_tokens)
     num_queries = end - start
     first_query = (index - (start // BLOCK + row)) * BLOCK
+    if not SINGLES:
+        # The tokens behind the last row, even one alone, are nobody else's.
+        num_queries = tl.where((num_queries == 1) & is_row, 0, num_queries)
     if first_query < num_queries:
         seq_len = tl.load(seq_lens + row, mask=is_row, other=0)
         slot = tl.load(row_slot + row, mask=is_row, other=0).to(tl.int64)
@@ -165,19 +171,43 @@ def prefill_attention(
 ) -> None:
     """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous. `invariant`:
     as `ops.invariant_attention`."""
+    prefill_call(
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales, invariant
+    )()
+
+
+def prefill_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    out: Tensor,
+    kv_scales: Tensor | None,
+    invariant: bool = False,
+    singles: bool = True,
+) -> KernelCall:
+    """`singles`: rows of one token too."""
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     config = prefill_config(head_size, q.element_size(), k_cache.element_size() == 1)
     num_blocks = triton.cdiv(num_tokens, config.num_queries // group) + num_rows
-    prefill_kernel[(num_blocks, num_kv_heads)](
+    args = (
         q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, kv_scales, out,
         scale * _LOG2_E, num_tokens, num_rows, block_table.shape[1], block_table.stride(0),
         q.stride(0), q.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
         out.stride(0), out.stride(1),
+    )  # fmt: skip
+    options = dict(
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.head_pad, BLOCK_SIZE=block_size,
         NUM_QUERIES=config.num_queries, TILE=config.tile, INVARIANT=invariant, SCALED=kv_scales is not None,
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        SINGLES=singles, num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
+    return KernelCall(prefill_kernel, (num_blocks, num_kv_heads), args, options)

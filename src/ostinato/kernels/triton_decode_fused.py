@@ -40,9 +40,18 @@ from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_decode_heads import load_angles, load_pairs, normed, prefetch_tile, turned
 from ostinato.kernels.triton_decode_split import merge_parts, share_row
 from ostinato.kernels.triton_kv_format import encoded
-from ostinato.kernels.triton_launch import starts_early
+from ostinato.kernels.triton_launch import KernelCall, starts_early
 
-__all__ = ["FusedConfig", "decode_attention", "decode_fused_kernel", "fused_config"]
+__all__ = [
+    "FusedConfig",
+    "decode_attention",
+    "decode_call",
+    "decode_fused_kernel",
+    "fused_config",
+    "num_partial_floats",
+    "single_token_attention",
+    "single_token_call",
+]
 
 _LOG2_E = 1.4426950408889634
 _MERGED_PER_THREAD = 32  # floats of partial results that a merging thread has in flight
@@ -111,6 +120,7 @@ def decode_fused_kernel(
     v_cache,
     block_table,
     row_slot,
+    query_start,
     seq_lens,
     kv_scales,  # [2, G] float32
     out,
@@ -151,18 +161,28 @@ def decode_fused_kernel(
     SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
+    RAGGED: tl.constexpr,
 ):
-    """Grid (G, R, splits). SPLIT: there are several splits. NATIVE: not in the interpreter."""
+    """Grid (G, R, splits). SPLIT: there are several splits. NATIVE: not in the interpreter. RAGGED: rows with one token
+    alone, wherever it is; it is turned and in the cache already."""
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    token = row.to(tl.int64)
+    if RAGGED:
+        token = tl.load(query_start + row).to(tl.int64)
+        if tl.load(query_start + row + 1) - token != 1:
+            return
     seq_len = tl.load(seq_lens + row)
-    slot = tl.load(slot_mapping + row)
     kv_len = tl.minimum(seq_len, table_width * BLOCK_SIZE)
-    is_new = (slot >= 0) & (seq_len > 0)
-    num_cached = tl.where(is_new, tl.minimum(seq_len - 1, kv_len), kv_len)
+    num_cached = kv_len
+    if not RAGGED:
+        slot = tl.load(slot_mapping + row)
+        is_new = (slot >= 0) & (seq_len > 0)
+        num_cached = tl.where(is_new, tl.minimum(seq_len - 1, kv_len), kv_len)
     share, num_active = share_row(kv_len, tl.num_programs(2), TILE)
     if split >= num_active:
         return
-    owns_new = is_new & (split == num_active - 1)
+    if not RAGGED:
+        owns_new = is_new & (split == num_active - 1)
     first_tile = split * share
     last_tile = tl.minimum(first_tile + share, tl.cdiv(kv_len, TILE)) - 1  # below first_tile where kv_len is 0
 
@@ -184,8 +204,9 @@ def decode_fused_kernel(
             k_cache_stride_block, k_cache_stride_cell, v_cache_stride_block, v_cache_stride_cell,
             HEAD_SIZE, BLOCK_SIZE, TILE,
         )  # fmt: skip
-    angles = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride
-    cos, sin = load_angles(angles, HEAD_PAD, HALF, VECTOR)
+    if not RAGGED:
+        angles = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride
+        cos, sin = load_angles(angles, HEAD_PAD, HALF, VECTOR)
     if NORM:
         q_scale, q_other_scale = load_pairs(q_weight, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
         k_scale, k_other_scale = load_pairs(k_weight, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
@@ -200,38 +221,40 @@ def decode_fused_kernel(
     packed = tl.arange(0, NUM_QUERIES)
     head = kv_head * GROUP + packed
     is_query = packed < GROUP
-    token = row.to(tl.int64)
     # From here on keys and values are as stored, but in the type of the queries.
     keys, values = keys.to(q.dtype.element_ty), values.to(q.dtype.element_ty)
     q_heads = q + token * q_stride_token + (head * q_stride_head)[:, None]
-    queries, q_other = load_pairs(q_heads, is_query[:, None], HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
-    if owns_new:
-        new_head = k + token * k_stride_token + kv_head * k_stride_head
-        new_key, k_other = load_pairs(new_head, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
-        filled = (dims < HEAD_SIZE)[None, :]
-        new_value = tl.load(v + token * v_stride_token + kv_head * v_stride_head + dims[None, :], mask=filled, other=0)
-        new_value = new_value.to(values.dtype)
+    if RAGGED:
+        queries = tl.load(q_heads + dims[None, :], mask=is_query[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
+    else:
+        queries, q_other = load_pairs(q_heads, is_query[:, None], HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
+        if owns_new:
+            new_head = k + token * k_stride_token + kv_head * k_stride_head
+            new_key, k_other = load_pairs(new_head, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
+            filled = (dims < HEAD_SIZE)[None, :]
+            v_head_new = v + token * v_stride_token + kv_head * v_stride_head
+            new_value = tl.load(v_head_new + dims[None, :], mask=filled, other=0).to(values.dtype)
+            if NORM:
+                new_key, k_other = normed(new_key, k_other, k_scale, k_other_scale, eps, HEAD_SIZE)
+            new_key = turned(new_key, k_other, cos, sin, NATIVE).to(keys.dtype)
+            own_cell = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+            k_cell = k_head + own_cell[0] * k_cache_stride_block + own_cell[1] * k_cache_stride_cell
+            v_cell = v_head + own_cell[0] * v_cache_stride_block + own_cell[1] * v_cache_stride_cell
+            if SCALED:
+                stored_key = encoded(new_key, key_unit, k_cache.dtype.element_ty)
+                stored_value = encoded(new_value, value_unit, v_cache.dtype.element_ty)
+                tl.store(k_cell + dims[None, :], stored_key, mask=filled)
+                tl.store(v_cell + dims[None, :], stored_value, mask=filled)
+                new_key, new_value = stored_key.to(keys.dtype), stored_value.to(values.dtype)
+            else:
+                tl.store(k_cell + dims[None, :], new_key, mask=filled)
+                tl.store(v_cell + dims[None, :], new_value, mask=filled)
+            is_own = (at == seq_len - 1)[:, None]
+            keys = tl.where(is_own, new_key, keys)
+            values = tl.where(is_own, new_value, values)
         if NORM:
-            new_key, k_other = normed(new_key, k_other, k_scale, k_other_scale, eps, HEAD_SIZE)
-        new_key = turned(new_key, k_other, cos, sin, NATIVE).to(keys.dtype)
-        own_cell = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-        k_cell = k_head + own_cell[0] * k_cache_stride_block + own_cell[1] * k_cache_stride_cell
-        v_cell = v_head + own_cell[0] * v_cache_stride_block + own_cell[1] * v_cache_stride_cell
-        if SCALED:
-            stored_key = encoded(new_key, key_unit, k_cache.dtype.element_ty)
-            stored_value = encoded(new_value, value_unit, v_cache.dtype.element_ty)
-            tl.store(k_cell + dims[None, :], stored_key, mask=filled)
-            tl.store(v_cell + dims[None, :], stored_value, mask=filled)
-            new_key, new_value = stored_key.to(keys.dtype), stored_value.to(values.dtype)
-        else:
-            tl.store(k_cell + dims[None, :], new_key, mask=filled)
-            tl.store(v_cell + dims[None, :], new_value, mask=filled)
-        is_own = (at == seq_len - 1)[:, None]
-        keys = tl.where(is_own, new_key, keys)
-        values = tl.where(is_own, new_value, values)
-    if NORM:
-        queries, q_other = normed(queries, q_other, q_scale, q_other_scale, eps, HEAD_SIZE)
-    queries = turned(queries, q_other, cos, sin, NATIVE)
+            queries, q_other = normed(queries, q_other, q_scale, q_other_scale, eps, HEAD_SIZE)
+        queries = turned(queries, q_other, cos, sin, NATIVE)
 
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(((at >= 0) & (at < kv_len))[None, :], scores, float("-inf"))
@@ -263,7 +286,7 @@ def decode_fused_kernel(
         tl.debug_barrier()
         if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_active - 1:
             merge_parts(
-                partial_acc, partial_lse, out, row, kv_head, tl.num_programs(0), tl.num_programs(2), num_active,
+                partial_acc, partial_lse, out, token, row, kv_head, tl.num_programs(0), tl.num_programs(2), num_active,
                 out_stride_token, out_stride_head, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK,
             )  # fmt: skip
             tl.store(counters + pair, 0)
@@ -295,37 +318,178 @@ def decode_attention(
 ) -> None:
     """See `ops.decode_attention`. 16-bit or float32; last dimensions contiguous. `config`: instead of `fused_config`'s.
 
-    The workspace of several splits is num_rows * H * num_splits * (D + 1) floats; inside a recording it comes from the
-    graph's pool.
+    The workspace of several splits is `num_partial_floats` long; inside a recording it comes from the graph's pool.
     """
-    num_heads, head_size = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    group, half, norm = num_heads // num_kv_heads, cos_sin.shape[1] // 2, q_norm is not None
-    config = config or fused_config(
-        num_rows, num_splits, group, head_size, half, q.element_size(), norm, k_cache.element_size() == 1
-    )
-    pdl = pdl and starts_early(q.device)
-    split = num_splits > 1
-    if split:
-        num_parts = num_rows * num_splits * num_heads
-        partial_acc = torch.empty((num_parts, head_size), dtype=torch.float32, device=q.device)
-        partial_lse = torch.empty((num_parts,), dtype=torch.float32, device=q.device)
-    else:
-        partial_acc = partial_lse = out
     if num_rows < out.shape[0]:
         out[num_rows:].zero_()
-    decode_fused_kernel[(num_kv_heads, num_rows, num_splits)](
-        q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot, seq_lens,
-        kv_scales, out, partial_acc, partial_lse, counters, eps, scale * _LOG2_E, block_table.shape[1],
-        cos_sin.stride(0), block_table.stride(0),
-        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
-        v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
-        out.stride(0), out.stride(1),
-        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=config.tiles.head_pad, HALF=half, VECTOR=config.vector, NORM=norm,
-        BLOCK_SIZE=block_size, NUM_QUERIES=config.tiles.num_queries, TILE=config.tiles.tile, LIVE_PAD=config.live_pad,
-        CHUNK=config.chunk, SPLIT=split, SCALED=kv_scales is not None,
-        NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
-        PDL=pdl,
-        num_warps=config.tiles.num_warps, num_stages=config.tiles.num_stages, launch_pdl=pdl,
+    partials = _new_partials(num_rows, num_splits, q)
+    decode_call(
+        q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
+        seq_lens, scale, num_rows, num_splits, out, counters, partials, pdl, kv_scales, config,
+    )()  # fmt: skip
+
+
+def decode_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    pdl: bool,
+    kv_scales: Tensor | None,
+    config: FusedConfig | None = None,
+) -> KernelCall:
+    """The one launch of `decode_attention`, for `num_rows` tokens. `partials` float32 [num_partial_floats]."""
+    num_heads, head_size = q.shape[1:]
+    half, norm = cos_sin.shape[1] // 2, q_norm is not None
+    config = config or fused_config(
+        num_rows,
+        num_splits,
+        num_heads // k_cache.shape[2],
+        head_size,
+        half,
+        q.element_size(),
+        norm,
+        k_cache.element_size() == 1,
+    )
+    return _call(
+        q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot, None,
+        seq_lens, kv_scales, out, partials, counters, eps, scale, num_rows, num_splits, config,
+        HALF=half, VECTOR=config.vector, NORM=norm, pdl=pdl and starts_early(q.device),
     )  # fmt: skip
+
+
+def single_token_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """`reference_attention.attention` with `query_len` 0, of the rows with exactly one token; the others' outputs stay.
+    `counters` as for `ops.decode_attention`."""
+    partials = _new_partials(num_rows, num_splits, q)
+    single_token_call(
+        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, num_splits, out, counters,
+        partials, kv_scales,
+    )()  # fmt: skip
+
+
+def single_token_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    num_rows: int,
+    num_splits: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    kv_scales: Tensor | None,
+) -> KernelCall:
+    """The one launch of `single_token_attention`. Its grid's second dimension may be any number of rows up to
+    `num_rows`."""
+    num_heads, head_size = q.shape[1:]
+    # Tiles as for rows that fill the device by themselves: how many there are is only known on it.
+    config = fused_config(
+        num_rows, 1, num_heads // k_cache.shape[2], head_size, head_size // 2, q.element_size(), False,
+        k_cache.element_size() == 1,
+    )  # fmt: skip
+    return _call(
+        q, None, None, None, None, None, None, None, k_cache, v_cache, block_table, row_slot, query_start, seq_lens,
+        kv_scales, out, partials, counters, 0.0, scale, num_rows, num_splits, config,
+        HALF=1, VECTOR=1, NORM=False, pdl=False,
+    )  # fmt: skip
+
+
+def num_partial_floats(num_rows: int, num_splits: int, num_heads: int, head_size: int) -> int:
+    """Of the workspace of several splits: outputs, then one log-sum-exp for each."""
+    return num_rows * num_splits * num_heads * (head_size + 1) if num_splits > 1 else 0
+
+
+def _new_partials(num_rows: int, num_splits: int, q: Tensor) -> Tensor:
+    size = num_partial_floats(num_rows, num_splits, *q.shape[1:])
+    return torch.empty(size, dtype=torch.float32, device=q.device)
+
+
+def _call(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    positions: Tensor | None,
+    cos_sin: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    slot_mapping: Tensor | None,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_start: Tensor | None,
+    seq_lens: Tensor,
+    kv_scales: Tensor | None,
+    out: Tensor,
+    partials: Tensor,
+    counters: Tensor,
+    eps: float,
+    scale: float,
+    num_rows: int,
+    num_splits: int,
+    config: FusedConfig,
+    *,
+    pdl: bool,
+    **choices: int,
+) -> KernelCall:
+    num_heads, head_size = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    split = num_splits > 1
+    num_parts = num_rows * num_splits * num_heads
+    partial_acc, partial_lse = (partials, partials[num_parts * head_size :]) if split else (out, out)
+    args = (
+        q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot,
+        query_start, seq_lens, kv_scales, out, partial_acc, partial_lse, counters, eps, scale * _LOG2_E,
+        block_table.shape[1], 0 if cos_sin is None else cos_sin.stride(0), block_table.stride(0),
+        *q.stride()[:2], *_strides(k, 2), *_strides(v, 2), *k_cache.stride()[:3], *v_cache.stride()[:3],
+        *out.stride()[:2],
+    )  # fmt: skip
+    tiles = config.tiles
+    options = choices | dict(
+        GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, HEAD_PAD=tiles.head_pad, BLOCK_SIZE=block_size,
+        NUM_QUERIES=tiles.num_queries, TILE=tiles.tile, LIVE_PAD=config.live_pad, CHUNK=config.chunk, SPLIT=split,
+        SCALED=kv_scales is not None,
+        NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
+        PDL=pdl, RAGGED=query_start is not None,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return KernelCall(decode_fused_kernel, (num_kv_heads, num_rows, num_splits), args, options)
+
+
+def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
+    return (0,) * count if tensor is None else tensor.stride()[:count]

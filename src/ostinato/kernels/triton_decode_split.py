@@ -32,6 +32,7 @@ def merge_parts(
     partial_acc,  # [R, G, splits, M, D] float32, each part already divided by its own sum
     partial_lse,  # [R, G, splits, M] float32, base 2; -inf where a part's query saw nothing
     out,
+    token,
     row,
     kv_head,
     num_kv_heads,
@@ -45,8 +46,9 @@ def merge_parts(
     LIVE_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Writes `out` of one row and kv head from its first `num_active` parts, weighted by their log-sum-exp
-    (Flash-Decoding, Dao et al. 2023). Parts come from other programs of the same launch, so loads bypass L1."""
+    """Writes `out` of one row's token and one kv head from its first `num_active` parts, weighted by their log-sum-exp
+    (Flash-Decoding, Dao et al. 2023). Parts come from other programs of the same launch, so loads bypass L1.
+    """
     packed = tl.arange(0, LIVE_PAD)
     dims = tl.arange(0, HEAD_PAD)
     live = packed < GROUP
@@ -72,5 +74,5 @@ def merge_parts(
         total = total * decay + tl.sum(weights, 0)
         peak = new_peak
     result = acc / tl.where(total > 0.0, total, 1.0)[:, None]
-    heads = out + row.to(tl.int64) * out_stride_token + (kv_head * GROUP + packed) * out_stride_head
+    heads = out + token.to(tl.int64) * out_stride_token + (kv_head * GROUP + packed) * out_stride_head
     tl.store(heads[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=filled)

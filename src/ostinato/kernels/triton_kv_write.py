@@ -8,9 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels.triton_kv_format import encoded
-from ostinato.kernels.triton_launch import early, start
+from ostinato.kernels.triton_launch import KernelCall, early, start
 
-__all__ = ["kv_write", "kv_write_kernel"]
+__all__ = ["kv_write", "kv_write_call", "kv_write_kernel"]
 
 
 @triton.jit
@@ -65,14 +65,23 @@ def kv_write(
     k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None = None
 ) -> None:
     """As `reference_attention.kv_write`, for tensors whose last dimensions are contiguous."""
+    kv_write_call(k, v, k_cache, v_cache, slot_mapping, kv_scales)()
+
+
+def kv_write_call(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, kv_scales: Tensor | None
+) -> KernelCall:
     num_tokens, num_heads, head_size = k.shape
-    kv_write_kernel[(num_tokens,)](
+    args = (
         k, v, k_cache, v_cache, slot_mapping, kv_scales,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         k_cache.stride(0), k_cache.stride(1), k_cache.stride(2),
         v_cache.stride(0), v_cache.stride(1), v_cache.stride(2),
+    )  # fmt: skip
+    options = dict(
         NUM_HEADS=num_heads, HEADS_PAD=triton.next_power_of_2(num_heads),
         HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=k_cache.shape[1],
         SCALED=kv_scales is not None,
         num_warps=4 if num_heads * head_size > 256 else 1, **early(k.device),
     )  # fmt: skip
+    return KernelCall(kv_write_kernel, (num_tokens,), args, options)

@@ -45,9 +45,11 @@ class AttentionArgs:
     seq_lens: torch.Tensor  # [Rmax] int32
     slot_mapping: torch.Tensor  # [Tmax] int32
     counters: torch.Tensor  # [Rmax * G] int32, zero between steps
+    partials: torch.Tensor  # float32, for `prepared_decode` and `prepared_ragged`
     num_rows: int
     query_len: int  # of every row; 0: ragged
     num_splits: int
+    live_rows: Callable[[], int]  # of the step at hand: the first ones, at most num_rows; read on the host
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +247,59 @@ class _Attention:
         self._write()
         self._attend(k_cache, v_cache, a.block_table, a.row_slot)
 
+    def prepare(self) -> Callable[[], None]:
+        """The same as calling this, with as little left to the host as can be, for what runs between two graphs."""
+        model, a = self.model, self.args
+        if not self.query.is_cuda or model.batch_invariant or self.gathered is not None or a.query_len > 1:
+            return self
+        from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged
+
+        k_cache, v_cache, scales = self.cache
+        if self.fused:
+            return prepared_decode(
+                self.query,
+                self.key,
+                self.value,
+                self.positions,
+                model.cos_sin,
+                self.layer.q_norm,
+                self.layer.k_norm,
+                model.config.rms_norm_eps,
+                a.slot_mapping,
+                k_cache,
+                v_cache,
+                a.block_table,
+                a.row_slot,
+                a.seq_lens,
+                model.scale,
+                a.num_rows,
+                a.num_splits,
+                self.out,
+                a.counters,
+                a.partials,
+                scales,
+            )
+        return prepared_ragged(
+            self.query,
+            self.key,
+            self.value,
+            a.slot_mapping,
+            k_cache,
+            v_cache,
+            a.block_table,
+            a.row_slot,
+            a.query_start,
+            a.seq_lens,
+            model.scale,
+            a.num_rows,
+            a.num_splits,
+            self.out,
+            a.counters,
+            a.partials,
+            scales,
+            a.live_rows,
+        )
+
     def gather(self, into: GatheredKV) -> None:
         """Writes the step's keys and values, then copies those of every row of the key, as stored."""
         a, (k_cache, v_cache, _) = self.args, self.cache
@@ -291,4 +346,5 @@ class _Attention:
             a.num_splits,
             self.out,
             scales,
+            a.counters,
         )

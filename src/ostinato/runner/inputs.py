@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from ostinato.kernels.splits import max_row_splits
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import GatheredKV, Workspace
 
@@ -78,6 +79,9 @@ class StepBuffers:
         )
         # zero between steps: the last program of a row and head to finish resets its own
         self.attention_counters = ints(max_rows * config.num_kv_heads, 0)
+        # where rows are split among programs, and no graph's memory holds their parts
+        num_parts = max_row_splits(max_rows, config.num_kv_heads) if device.type == "cuda" else 0
+        self.attention_partials = floats(num_parts * config.num_heads * (config.head_dim + 1), kind=torch.float32)
         self.logits = floats(max_rows, config.vocab_size)
         self.adjusted = floats(max_rows, config.vocab_size, kind=torch.float32)
         self.logprob_values = floats(max_rows, LOGPROB_COLUMNS, kind=torch.float32)
@@ -87,7 +91,16 @@ class StepBuffers:
         self.ring = torch.full((ring_depth, max_rows), -1, dtype=torch.int32, pin_memory=device.type == "cuda")
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name in (*self.pads, "attention_counters", "logits", "adjusted", "logprob_values", "logprob_ids", "ring"):
+        names = (
+            "attention_counters",
+            "attention_partials",
+            "logits",
+            "adjusted",
+            "logprob_values",
+            "logprob_ids",
+            "ring",
+        )
+        for name in (*self.pads, *names):
             yield f"inputs.{name}", getattr(self, name)
         for name in ("stream", "qkv", "attention_out"):
             yield f"work.{name}", getattr(self.work, name)

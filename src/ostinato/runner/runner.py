@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple, cast
 
@@ -24,11 +24,11 @@ from ostinato.graphs.capture import record_all
 from ostinato.graphs.dispatch import BatchKey, BatchShape, Decision, Dispatcher, Reason, StepCounters
 from ostinato.graphs.mode import LAYER_CUTS, RuntimeMode
 from ostinato.graphs.pending import Capture, PendingKeys, first_keys
-from ostinato.graphs.recorder import Cut, Recorder, no_cut
+from ostinato.graphs.recorder import Cut, Recorder, no_cut, prepared
 from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
-from ostinato.kernels.splits import choose_num_splits
+from ostinato.kernels.splits import choose_num_splits, ragged_splits
 from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
 from ostinato.models.weights import DecoderWeights
@@ -440,7 +440,7 @@ class Runner:
                 return
             layer = next(layers)
             connector.wait_in_graph(layer)
-            cut(name, op if mode is RuntimeMode.FULL else partial(_between_hooks, connector, layer, op))
+            cut(name, op if mode is RuntimeMode.FULL else _BetweenHooks(connector, layer, op))
 
         return wait_and_cut
 
@@ -485,7 +485,7 @@ class Runner:
 
     def _attention_args(self, key: BatchKey) -> AttentionArgs:
         state, buffers, config = self.state, self.buffers, self.model.config
-        splits = choose_num_splits(key.num_rows, config.num_kv_heads, state.layout.table_width, self._num_sms)
+        choose = choose_num_splits if key.query_len else ragged_splits
         return AttentionArgs(
             block_table=state["block_table"],
             row_slot=state["row_slot"],
@@ -493,9 +493,11 @@ class Runner:
             seq_lens=buffers.seq_lens,
             slot_mapping=buffers.slot_mapping,
             counters=buffers.attention_counters,
+            partials=buffers.attention_partials,
             num_rows=key.num_rows,
             query_len=key.query_len or 0,
-            num_splits=splits if key.query_len else 1,
+            num_splits=choose(key.num_rows, config.num_kv_heads, state.layout.table_width, self._num_sms),
+            live_rows=lambda: self._live_rows,
         )
 
     # -- the host's differences --------------------------------------------------------------------------------------
@@ -557,10 +559,19 @@ class Runner:
         return found
 
 
-def _between_hooks(connector: KVConnectorWorker, layer: int, op: Callable[[], None]) -> None:
-    connector.wait_for_layer_load(layer)
-    op()
-    connector.save_kv_layer(layer)
+@dataclass(frozen=True, slots=True)
+class _BetweenHooks:
+    connector: KVConnectorWorker
+    layer: int
+    op: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.connector.wait_for_layer_load(self.layer)
+        self.op()
+        self.connector.save_kv_layer(self.layer)
+
+    def prepare(self) -> Callable[[], None]:
+        return replace(self, op=prepared(self.op))
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,14 @@ class AttentionCase:
     query_lens: tuple[int, ...]
     scale: float
 
-    def run(self, attention: Attention, query_len: int = 0, num_splits: int = 1, device: str = DEVICE) -> Tensor:
+    def run(
+        self,
+        attention: Attention,
+        query_len: int = 0,
+        num_splits: int = 1,
+        device: str = DEVICE,
+        counters: Tensor | None = None,
+    ) -> Tensor:
         """The op's output, from an `out` that is NaN beforehand and wider than the head size."""
         wide = torch.full((*self.q.shape[:2], self.q.shape[2] + 16), float("nan"), dtype=self.q.dtype, device=device)
         out = wide[..., : self.q.shape[2]]
@@ -38,7 +45,7 @@ class AttentionCase:
         attention(
             self.q.to(device), pool[:, 0], pool[:, 1], self.block_table.to(device), self.row_slot.to(device),
             self.query_start.to(device), self.seq_lens.to(device), self.scale, query_len, len(self.query_lens),
-            num_splits, out,
+            num_splits, out, **({} if counters is None else {"counters": counters}),
         )  # fmt: skip
         assert wide[..., self.q.shape[2] :].isnan().all(), "wrote outside `out`"
         return out.cpu()

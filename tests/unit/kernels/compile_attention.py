@@ -42,7 +42,13 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], int, int]]:
                 yield decode_kernel, {**choices, "SCALED": scaled}, config.num_warps, config.num_stages
         for scaled in SCALED:
             ragged = prefill_config(head_size, ELEMENT_SIZE, scaled)
-            choices = {**shape, **tile_choices(ragged), "INVARIANT": head_size == 256, "SCALED": scaled}
+            choices = {
+                **shape,
+                **tile_choices(ragged),
+                "INVARIANT": head_size == 256,
+                "SCALED": scaled,
+                "SINGLES": scaled,
+            }
             yield prefill_kernel, choices, ragged.num_warps, ragged.num_stages
     padded = {"HEAD_SIZE": 128, "HEAD_PAD": 128}
     yield combine_kernel, {**padded, "SPLITS_PAD": 128, "CHUNK": 16}, 4, 3

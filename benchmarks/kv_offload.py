@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from decoding import UnexpectedError
 from ostinato import LLM, SamplingParams
 from ostinato.cli.bench.tpot import Prompts
 from ostinato.engine.output import Delta, OutputState
@@ -24,10 +25,6 @@ from ostinato.kernels import ops
 from ostinato.step import StepPlan
 
 MAX_FILLERS = 200
-
-
-class UnexpectedError(RuntimeError):
-    """A request did not meet what it was to measure."""
 
 
 @dataclass(frozen=True, slots=True)

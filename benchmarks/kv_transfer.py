@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import sitting
-from kv_offload import Answer, Offload, StepList, UnexpectedError, open_offload
+from decoding import Decoding, UnexpectedError
+from kv_offload import Answer, Offload, StepList, open_offload
 from ostinato.cli.bench.record import engine_facts, portable, spread
 from ostinato.cli.environment import describe_environment
 from ostinato.engine.output import OutputState
@@ -236,52 +237,20 @@ def runs_as(answer: Answer) -> str:
 # -- time between tokens -----------------------------------------------------------------------------------------------
 
 
-class Decoding:
-    """`batch` requests that decode, and the time from one of their tokens to the next."""
-
-    def __init__(self, offload: Offload, batch: int, context: int, max_tokens: int) -> None:
-        self.offload = offload
-        self.states = [offload.add(offload.draw(context), max_tokens) for _ in range(batch)]
-        self._ids = {state.request.request_id for state in self.states}
-        while min(len(state.request.output_token_ids) for state in self.states) < 2:
-            offload.engine.step()
-        self._last = time.perf_counter()
-
-    def tick(self) -> float:
-        """Seconds since the tokens before, once each request has another one."""
-        deltas = self.offload.engine.step()
-        now = time.perf_counter()
-        if {delta.request_id for delta in deltas} & self._ids != self._ids:
-            raise UnexpectedError("a step left out one of the requests that decode")
-        passed, self._last = now - self._last, now
-        return passed
-
-    def undisturbed(self, count: int) -> list[float]:
-        return [self.tick() for _ in range(count)]
-
-    def with_arrival(self, prompt: list[int], count: int) -> tuple[list[float], int, float, OutputState]:
-        """`count` times and how many of them passed until the newcomer, which arrives right before the first, had its
-        token; the seconds until then; the newcomer."""
-        began = time.perf_counter()
-        newcomer = self.offload.add(prompt, 1)
-        times: list[float] = []
-        until, ttft_s = 0, 0.0
-        while len(times) < count or not newcomer.request.finished:
-            times.append(self.tick())
-            if newcomer.request.finished and not until:
-                until, ttft_s = len(times), time.perf_counter() - began
-        return times, until, ttft_s, newcomer
-
-    def run(self, state: OutputState) -> None:
-        while not state.request.finished:
-            self.tick()
-
-    def stop(self) -> None:
-        for state in self.states:
-            if state.request.finished:
-                raise UnexpectedError("a request that decodes ended too early")
-            self.offload.engine.abort(state.request.request_id)
-        self.offload.finish()
+def with_arrival(
+    decoding: Decoding, offload: Offload, prompt: list[int], count: int
+) -> tuple[list[float], int, float, OutputState]:
+    """At least `count` times between tokens, as long as the newcomer has none, which arrives right before the first of
+    them; how many passed until it had; the seconds until then; the newcomer."""
+    began = time.perf_counter()
+    newcomer = offload.add(prompt, 1)
+    times: list[float] = []
+    until, ttft_s = 0, 0.0
+    while len(times) < count or not until:
+        times.append(decoding.tick())
+        if newcomer.request.finished and not until:
+            until, ttft_s = len(times), time.perf_counter() - began
+    return times, until, ttft_s, newcomer
 
 
 def _most_steps(args: argparse.Namespace) -> int:
@@ -299,13 +268,14 @@ def tpot(args: argparse.Namespace, offload: Offload, prompt: list[int], case: Ca
     rounds, steps = [], []
     with offload.observed() as seen:
         offload.forget()
-        decoding = Decoding(offload, args.batch, args.context, _most_steps(args))
+        prompts = [offload.draw(args.context) for _ in range(args.batch)]
+        decoding = Decoding(offload.engine, prompts, _most_steps(args))
         for number in range(1 + _rounds(args, case)):
-            done = _tpot_round(args, decoding, seen, prompt, case)
+            done = _tpot_round(args, decoding, offload, seen, prompt, case)
             if number:  # the first compiles what is still to be
                 rounds.append(done)
                 steps.append(done.pop("step"))
-        contexts = [len(state.request.tokens) for state in decoding.states]
+        context = decoding.mean_context()
         decoding.stop()
     if offload.llm.stats().preemptions != preemptions:
         raise UnexpectedError(f"{case.name}: a request was preempted")
@@ -314,7 +284,7 @@ def tpot(args: argparse.Namespace, offload: Offload, prompt: list[int], case: Ca
     return {
         "case": case.name,
         "runs_as": sorted(set(steps)),
-        "last_context": max(contexts),
+        "last_context": context,
         "before": summary(before),
         "window": summary([ms for done in rounds for ms in done["window_ms"][: args.window]]),
         "overlap": summary(overlap),
@@ -327,19 +297,19 @@ def tpot(args: argparse.Namespace, offload: Offload, prompt: list[int], case: Ca
 
 
 def _tpot_round(
-    args: argparse.Namespace, decoding: Decoding, seen: StepList, prompt: list[int], case: Case
+    args: argparse.Namespace, decoding: Decoding, offload: Offload, seen: StepList, prompt: list[int], case: Case
 ) -> dict[str, Any]:
-    offload = decoding.offload
     offload.forget()
     if case.full:
         for filler in offload.fillers(args.prompt_len):
-            decoding.run(filler)
+            while not filler.request.finished:
+                decoding.tick()
     arriving = prompt if case.loads else offload.draw(args.prompt_len)
     loaded = offload.num_loaded()
-    decoding.undisturbed(SETTLE)
-    before = [seconds * 1e3 for seconds in decoding.undisturbed(args.window)]
+    decoding.ticks(SETTLE)
+    before = [seconds * 1e3 for seconds in decoding.ticks(args.window)]
     first_step = len(seen.steps)
-    times, until, ttft_s, newcomer = decoding.with_arrival(arriving, args.window)
+    times, until, ttft_s, newcomer = with_arrival(decoding, offload, arriving, args.window)
     window = [seconds * 1e3 for seconds in times]
     mine = [step for step in seen.steps[first_step:] if step.rows > args.batch]
     found = _cacheable(args) if case.loads else 0

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,22 @@ SANITIZE MODE FULL
 ========= ERROR SUMMARY: 3 errors
 """  # noqa: E501
 
+PROBE = (
+    '========= Program hit {error} due to "{text}" on CUDA API call to {call}.\n'
+    "=========     Saved host backtrace up to driver entry point at error\n"
+    "=========         Host Frame: libcuda.so.1 [0x1]\n=========\n"
+)
+INVALID = PROBE.format(error="CUDA_ERROR_INVALID_VALUE (error 1)", text="invalid argument", call="cuGetProcAddress_v2")
+NOT_FOUND = PROBE.format(
+    error="CUDA_ERROR_NOT_FOUND (error 500)", text="named symbol not found", call="cuGetProcAddress"
+)
+HANDED_ON = PROBE.format(
+    error="CUDA_ERROR_ILLEGAL_ADDRESS (error 700)",
+    text="an illegal memory access was encountered",
+    call="cuGetProcAddress_v2",
+)
+OTHER_CALL = PROBE.format(error="CUDA_ERROR_INVALID_VALUE (error 1)", text="invalid argument", call="cuMemcpyAsync")
+
 INITCHECK = """\
 ========= COMPUTE-SANITIZER
 SANITIZE MODE PIECEWISE
@@ -69,7 +86,7 @@ SANITIZE MODE DONE
 
 
 def test_a_clean_run() -> None:
-    assert sanitize.parse(CLEAN) == {"errors": 0, "warnings": 0, "finished": True, "findings": []}
+    assert sanitize.parse(CLEAN) == {"errors": 0, "warnings": 0, "finished": True, "findings": [], "ignored": []}
 
 
 def test_memcheck() -> None:
@@ -84,6 +101,35 @@ def test_memcheck() -> None:
     }
     assert hit["message"].startswith("Program hit cudaErrorLaunchFailure (error 719)")
     assert (hit["kernel"], hit["count"]) == (None, 1)
+
+
+def probing(*reports: str) -> dict[str, Any]:
+    """What is parsed of a run that came to its end with these reports."""
+    text = f"========= COMPUTE-SANITIZER\n{''.join(reports)}SANITIZE MODE FULL\nSANITIZE MODE DONE\n"
+    return sanitize.parse(f"{text}========= ERROR SUMMARY: {len(reports)} errors\n")
+
+
+def test_entry_points_that_the_driver_lacks_are_no_findings() -> None:
+    found = probing(*[INVALID] * 34, NOT_FOUND)
+    assert found["findings"] == [] and found["errors"] == 35
+    assert [(report["count"], report["message"].split(" due")[0]) for report in found["ignored"]] == [
+        (34, "Program hit CUDA_ERROR_INVALID_VALUE (error 1)"),
+        (1, "Program hit CUDA_ERROR_NOT_FOUND (error 500)"),
+    ]
+    assert sanitize.verdict(found | RAN) == "clean"
+
+
+@pytest.mark.parametrize("report", [HANDED_ON, OTHER_CALL])
+def test_every_other_failed_call_is_a_finding(report: str) -> None:
+    found = probing(INVALID, report, INVALID)
+    assert [(finding["count"], sanitize.num_ignored(found)) for finding in found["findings"]] == [(1, 2)]
+    assert found["findings"][0]["message"] == report.splitlines()[0].removeprefix("========= ")
+    assert sanitize.verdict(found | RAN) == "findings"
+
+
+def test_errors_that_were_counted_and_not_shown_are_findings() -> None:
+    found = probing(INVALID) | {"errors": 2}
+    assert found["findings"] == [] and sanitize.verdict(found | RAN) == "findings"
 
 
 def test_initcheck() -> None:
@@ -103,11 +149,16 @@ def test_racecheck() -> None:
     assert warning["message"].startswith("Warning: Race")
 
 
+RAN = {"timed_out": False, "exit_code": 0}
+"""Beside what is parsed, of a tool that ended by itself."""
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({}, "clean"),
         ({"errors": 2}, "findings"),
+        ({"findings": [{"count": 1}], "errors": None}, "findings"),
         ({"warnings": 1}, "findings"),
         ({"errors": None}, "failed"),
         ({"finished": False}, "failed"),
@@ -116,8 +167,8 @@ def test_racecheck() -> None:
     ],
 )
 def test_verdict(change: dict[str, object], expected: str) -> None:
-    good = {"timed_out": False, "errors": 0, "warnings": 0, "finished": True, "exit_code": 0}
-    assert sanitize.verdict(good | change) == expected
+    good = {"errors": 0, "warnings": 0, "finished": True, "findings": [], "ignored": []}
+    assert sanitize.verdict(good | RAN | change) == expected
 
 
 def fake_tool(folder: Path, body: str) -> Path:

@@ -28,10 +28,24 @@ class Delta(NamedTuple):
 
 def join(deltas: Sequence[Delta]) -> Delta:
     """One for several of one request, in their order."""
-    return deltas[-1]._replace(
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(table for delta in deltas for table in delta.logprobs),
+    if len(deltas) == 1:
+        return deltas[0]
+    token_ids: list[int] = []
+    texts: list[str] = []
+    tables: list[dict[int, Logprob]] = []
+    for _, new_ids, text, *_, new_tables in deltas:
+        token_ids += new_ids
+        texts.append(text)
+        tables += new_tables
+    last = deltas[-1]
+    return Delta(
+        last.request_id,
+        tuple(token_ids),
+        "".join(texts),
+        last.finished,
+        last.finish_reason,
+        last.stop_reason,
+        tuple(tables),
     )
 
 

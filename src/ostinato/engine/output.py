@@ -55,12 +55,12 @@ class OutputState:
 
     request: Request
     tokenizer: Tokenizer | None
-    text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0
     num_tokens: int = 0
     pending: deque[Delta] | None = None  # for whoever streams this request: deltas it has not taken yet
+    _texts: list[str] = field(default_factory=list)
     _detokenizer: IncrementalDetokenizer | None = None
     _stops: StopChecker | None = None
 
@@ -74,6 +74,11 @@ class OutputState:
                 self._stops = StopChecker(params.stop_strings, params.include_stop_str_in_output)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._texts)
 
     def token(self, token_id: int, logprobs: TokenLogprobs | None, *, is_stop: bool) -> tuple[str, str | None]:
         """Adds one token; returns (new text, the stop string that it completed). A stop id adds no text."""
@@ -98,7 +103,7 @@ class OutputState:
         text, _ = self._emit(self._detokenizer.flush())
         if self._stops is not None:
             rest = self._stops.flush()
-            self.text += rest
+            self._texts.append(rest)
             text += rest
         return text
 
@@ -106,7 +111,7 @@ class OutputState:
         matched = None
         if self._stops is not None:
             text, matched = self._stops.feed(text)
-        self.text += text
+        self._texts.append(text)
         return text, matched
 
     def _table(self, row: TokenLogprobs) -> dict[int, Logprob]:

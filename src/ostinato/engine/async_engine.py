@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from ostinato.engine.deliveries import Deliveries
 from ostinato.engine.engine_thread import EngineThread
 from ostinato.engine.llm import LLM
-from ostinato.engine.output import Delta, OutputState
+from ostinato.engine.output import Delta, OutputState, join
 from ostinato.engine.request_stats import RequestStats
 from ostinato.engine.status import EngineInfo, EngineState, refusal
 from ostinato.engine.step_log import StepLog
@@ -222,22 +222,34 @@ class AsyncEngine:
         self._ready.set_result(None)
 
     def _on_stepped(self, steps: Sequence[tuple[Sequence[Delta], float]]) -> None:
-        stats = self.request_stats
-        for delta, at_s in ((delta, at_s) for deltas, at_s in steps for delta in deltas):
-            member = self._members.get(delta.request_id)
-            if member is None:  # aborted since
-                continue
+        """Each answer is told once, of all that the steps gave it."""
+        stats, members = self.request_stats, self._members
+        touched: list[Member] = []
+        for deltas, at_s in steps:
+            gaps: dict[float, int] = {}  # rows that were in the same steps have the same ones
+            for delta in deltas:
+                member = members.get(delta.request_id)
+                if member is None:  # aborted since
+                    continue
+                if member.last_token_s is None:
+                    stats.num_prompt_tokens += member.num_prompt_tokens
+                    stats.ttft_s.observe(at_s - member.arrived_at_s)
+                else:
+                    gap = at_s - member.last_token_s
+                    gaps[gap] = gaps.get(gap, 0) + 1
+                member.last_token_s = at_s
+                if delta.finished:
+                    del members[delta.request_id]
+                    stats.finished[delta.finish_reason or "stop"] += 1
+                    stats.e2e_s.observe(at_s - member.arrived_at_s)
+                if not member.delivered:
+                    touched.append(member)
+                member.delivered.append(delta)
+            for gap, count in gaps.items():
+                stats.inter_token_s.observe(gap, count)
+        for member in touched:
+            delta, member.delivered = join(member.delivered), []
             stats.num_generated_tokens += len(delta.token_ids)
-            if member.last_token_s is None:
-                stats.num_prompt_tokens += member.num_prompt_tokens
-                stats.ttft_s.observe(at_s - member.arrived_at_s)
-            else:
-                stats.inter_token_s.observe(at_s - member.last_token_s)
-            member.last_token_s = at_s
-            if delta.finished:
-                del self._members[delta.request_id]
-                stats.finished[delta.finish_reason or "stop"] += 1
-                stats.e2e_s.observe(at_s - member.arrived_at_s)
             member.stream.push(Piece(member.answer, delta))
         if not self._members:
             self._idle.set()

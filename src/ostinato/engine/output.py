@@ -28,10 +28,24 @@ class Delta(NamedTuple):
 
 def join(deltas: Sequence[Delta]) -> Delta:
     """One for several of one request, in their order."""
-    return deltas[-1]._replace(
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        text="".join(delta.text for delta in deltas),
-        logprobs=tuple(table for delta in deltas for table in delta.logprobs),
+    if len(deltas) == 1:
+        return deltas[0]
+    token_ids: list[int] = []
+    texts: list[str] = []
+    tables: list[dict[int, Logprob]] = []
+    for _, new_ids, text, *_, new_tables in deltas:
+        token_ids += new_ids
+        texts.append(text)
+        tables += new_tables
+    last = deltas[-1]
+    return Delta(
+        last.request_id,
+        tuple(token_ids),
+        "".join(texts),
+        last.finished,
+        last.finish_reason,
+        last.stop_reason,
+        tuple(tables),
     )
 
 
@@ -41,12 +55,12 @@ class OutputState:
 
     request: Request
     tokenizer: Tokenizer | None
-    text: str = ""
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     cumulative_logprob: float = 0.0
     num_tokens: int = 0
     pending: deque[Delta] | None = None  # for whoever streams this request: deltas it has not taken yet
+    _texts: list[str] = field(default_factory=list)
     _detokenizer: IncrementalDetokenizer | None = None
     _stops: StopChecker | None = None
 
@@ -60,6 +74,11 @@ class OutputState:
                 self._stops = StopChecker(params.stop_strings, params.include_stop_str_in_output)
         if params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]
+
+    @property
+    def text(self) -> str:
+        """All of it so far."""
+        return "".join(self._texts)
 
     def token(self, token_id: int, logprobs: TokenLogprobs | None, *, is_stop: bool) -> tuple[str, str | None]:
         """Adds one token; returns (new text, the stop string that it completed). A stop id adds no text."""
@@ -84,7 +103,7 @@ class OutputState:
         text, _ = self._emit(self._detokenizer.flush())
         if self._stops is not None:
             rest = self._stops.flush()
-            self.text += rest
+            self._texts.append(rest)
             text += rest
         return text
 
@@ -92,7 +111,7 @@ class OutputState:
         matched = None
         if self._stops is not None:
             text, matched = self._stops.feed(text)
-        self.text += text
+        self._texts.append(text)
         return text, matched
 
     def _table(self, row: TokenLogprobs) -> dict[int, Logprob]:

@@ -23,9 +23,10 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
+    def observe(self, value: float, count: int = 1) -> None:
+        """`count` times the same."""
+        self.counts[bisect_left(self.bounds, value)] += count
+        self.total += value * count
 
     @property
     def num_observed(self) -> int:

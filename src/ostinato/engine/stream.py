@@ -24,7 +24,7 @@ class Submission(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one token added to one answer: the number of its submission in the call."""
+    """What tokens that came together added to one answer: the number of its submission in the call."""
 
     answer: int
     delta: Delta
@@ -39,6 +39,7 @@ class Member:
     num_prompt_tokens: int
     arrived_at_s: float
     last_token_s: float | None = None
+    delivered: list[Delta] = field(default_factory=list)  # of the batch that is being handed out
 
 
 @dataclass(slots=True)

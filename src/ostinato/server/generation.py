@@ -82,7 +82,7 @@ def joined(pieces: Sequence[Piece]) -> Sequence[Piece]:
     by_answer: dict[int, list[Delta]] = {}
     for answer, delta in pieces:
         by_answer.setdefault(answer, []).append(delta)
-    return [Piece(answer, deltas[0] if len(deltas) == 1 else join(deltas)) for answer, deltas in by_answer.items()]
+    return [Piece(answer, join(deltas)) for answer, deltas in by_answer.items()]
 
 
 async def whole(request: Request, stream: RequestStream, form: Form, *, num_prompts: int) -> Response:

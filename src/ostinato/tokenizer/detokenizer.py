@@ -31,46 +31,46 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._stream: _Stream = (
-            _ByteStream() if tokenizer.is_byte_level else _PrefixStream(tokenizer, context_ids[-_NUM_CONTEXT:])
+            _ByteStream(tokenizer) if tokenizer.is_byte_level else _PrefixStream(tokenizer, context_ids[-_NUM_CONTEXT:])
         )
-        self._pieces: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """All text handed out so far."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0] if self._pieces else ""
 
     def append(self, token_id: int) -> str:
         """The text that is certain now and was not before; empty for a skipped token or part of a character."""
-        token = None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
-        return "" if token is None else self._hand_out(self._stream.push(token_id, token))
+        return "" if token_id in self._skipped else self._stream.push(token_id)
 
     def flush(self) -> str:
         """The rest, when no more tokens come: a character that was never finished, as U+FFFD."""
-        return self._hand_out(self._stream.finish())
-
-    def _hand_out(self, piece: str) -> str:
-        if piece:
-            self._pieces.append(piece)
-        return piece
+        return self._stream.finish()
 
 
 class _Stream(Protocol):
-    def push(self, token_id: int, token: str) -> str: ...
+    def push(self, token_id: int) -> str: ...
 
     def finish(self) -> str: ...
 
 
 class _ByteStream:
-    """For byte-level vocabularies, exactly: a token is its bytes, and a UTF-8 decoder keeps what is unfinished."""
+    """For byte-level vocabularies, exactly: a token is its bytes, and a UTF-8 decoder keeps what is unfinished.
 
-    def __init__(self) -> None:
+    Most tokens begin and end between characters. Their text is always the same, and is looked up after the first time.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_between = True  # characters
 
-    def push(self, token_id: int, token: str) -> str:
-        return self._decoder.decode(token_bytes(token))
+    def push(self, token_id: int) -> str:
+        if self._is_between and (known := self._tokenizer.whole_texts.get(token_id)) is not None:
+            return known
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return ""
+        text, began_between = self._decoder.decode(token_bytes(token)), self._is_between
+        self._is_between = not self._decoder.getstate()[0]
+        if began_between and self._is_between:
+            self._tokenizer.whole_texts[token_id] = text
+        return text
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
@@ -87,7 +87,9 @@ class _PrefixStream:
         self._tokenizer = tokenizer
         self._restart(list(context_ids))
 
-    def push(self, token_id: int, token: str) -> str:
+    def push(self, token_id: int) -> str:
+        if self._tokenizer.id_to_token(token_id) is None:
+            return ""
         self._window.append(token_id)
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) - self._num_known < _MAX_HELD:

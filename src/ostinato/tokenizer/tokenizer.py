@@ -15,7 +15,7 @@ class Tokenizer:
     """Text to ids and back, the ids that end a sequence, and the chat template.
 
     `eos_token_ids` are all ids that end generation: the tokenizer's own and those of the generation config. Safe to
-    share between threads: nothing changes after construction.
+    share between threads: nothing changes after construction but `whole_texts`, which grows.
     """
 
     def __init__(
@@ -45,6 +45,8 @@ class Tokenizer:
         """Length of the longest token as spelled: a text has at least this fraction of its length in tokens."""
         self.is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         """Whether tokens spell bytes in GPT-2's alphabet, so that text is the concatenation of the tokens' bytes."""
+        self.whole_texts: dict[int, str] = {}
+        """Of a byte-level vocabulary: the texts of tokens that begin and end between characters, as far as known."""
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -30,8 +30,11 @@ class FakeServer:
         self.scripts: dict[int, str] = {}
         self.gate_at = 0
         """With a number: no answer starts before so many requests are open."""
+        self.held_until = 0
+        """The first request is not answered before so many have arrived."""
         self.open = self.most_open = 0
         self._gate: asyncio.Event | None = None
+        self._all_here: asyncio.Event | None = None
         self.url = ""
 
     def app(self) -> Any:
@@ -58,6 +61,7 @@ class FakeServer:
         self.most_open = max(self.most_open, self.open)
         try:
             await self._wait()
+            await self._hold()
             return await self._stream(request, body, script)
         finally:
             self.open -= 1
@@ -68,6 +72,14 @@ class FakeServer:
         if self.open >= self.gate_at:
             self._gate.set()
         await self._gate.wait()
+
+    async def _hold(self) -> None:
+        if self._all_here is None:
+            self._all_here = asyncio.Event()
+            if self.held_until:
+                await self._all_here.wait()
+        elif len(self.bodies) == self.held_until:
+            self._all_here.set()
 
     async def _stream(self, request: Any, body: dict[str, Any], script: str) -> Any:
         if script == "busy":
@@ -213,6 +225,24 @@ def test_several_client_processes(server: FakeServer, tmp_path: Path) -> None:
     assert (report["summary"]["num_completed"], server.most_open, report["client"]["processes"]) == (15, 5, 3)
     assert len({json.dumps(body["prompt"]) for body in server.bodies}) == 15
     assert len(report["requests"]) == 15
+
+
+def test_client_processes_share_one_row_of_requests(server: FakeServer, tmp_path: Path) -> None:
+    """While one of them waits for its answer, the other sends all that is left."""
+    server.held_until = 9
+    options = "--num-prompts 9 --random-output-len 2 --num-warmups 0 --max-concurrency 2 --client-processes 2"
+    bench(server, f"{options} --timeout 60 --json {tmp_path / 'r.json'}")
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert (report["summary"]["num_completed"], server.most_open) == (9, 2)
+    assert len({json.dumps(body["prompt"]) for body in server.bodies}) == 9
+
+
+@pytest.mark.parametrize("options", ["--request-rate 1000 --max-concurrency 4", "--request-rate 1000", ""])
+def test_client_processes_of_an_open_loop(server: FakeServer, tmp_path: Path, options: str) -> None:
+    options += f" --num-prompts 9 --random-output-len 2 --num-warmups 0 --client-processes 2 --json {tmp_path / 'r'}"
+    bench(server, options)
+    assert json.loads((tmp_path / "r").read_text())["summary"]["num_completed"] == 9
+    assert len({json.dumps(body["prompt"]) for body in server.bodies}) == 9
 
 
 def test_chat(server: FakeServer, tmp_path: Path) -> None:

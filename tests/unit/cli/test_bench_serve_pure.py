@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.cli.bench import serve, serve_plot
-from ostinato.cli.bench.serve_drive import Clock, run_jobs
+from ostinato.cli.bench.serve_drive import Clock, run_closed, run_jobs
 from ostinato.cli.bench.serve_load import CHAT, COMPLETIONS, Job, Load, arrivals, make_jobs, make_warm_up
 from ostinato.cli.bench.serve_stats import Outcome, most_in_flight, percentile, summarize
 from ostinato.cli.bench.serve_stream import Chunk, EventParser, StreamError, error_message, read_chunk
@@ -119,6 +119,32 @@ def test_a_slow_server_does_not_slow_the_arrivals() -> None:
 def test_capped_requests_wait_their_turn_in_order() -> None:
     assert drive([0.0] * 5, 2.0, 2) == [(0.0, 2.0), (0.0, 2.0), (2.0, 4.0), (2.0, 4.0), (4.0, 6.0)]
     assert drive([0.0, 1.0, 7.0], 3.0, 1) == [(0.0, 3.0), (3.0, 6.0), (7.0, 10.0)]
+
+
+def test_closed_loops_over_one_row_of_jobs_are_one_loop() -> None:
+    """Requests take 7, 1, 2, 3, ... s: loops of 2 and 1 places send each when one loop of 3 places would."""
+    takes = [7.0, 1.0, 2.0, 3.0, 1.0, 5.0, 2.0, 4.0]
+    jobs = [Job(index, 0.0, 1, {}) for index in range(len(takes))]
+
+    def schedule(*places: int) -> list[tuple[int, float, float]]:
+        clock, row = VirtualClock(), iter(jobs)
+        seen: list[Outcome] = []
+
+        async def send(job: Job, clock: Clock) -> Outcome:
+            sent = clock.now()
+            await clock.sleep_until(sent + takes[job.index])
+            return Outcome(job.index, job.due_s, sent, clock.now(), (clock.now(),), 1, 1)
+
+        async def loops() -> None:
+            await asyncio.gather(*(run_closed(lambda: next(row, None), send, clock, n, seen.append) for n in places))
+
+        asyncio.run(clock.run(loops()))
+        return sorted((outcome.index, outcome.sent_s, outcome.end_s) for outcome in seen)
+
+    alone = schedule(3)
+    assert [sent for _, sent, _ in alone] == [0.0, 0.0, 0.0, 1.0, 2.0, 3.0, 4.0, 6.0]
+    assert schedule(2, 1) == alone
+    assert schedule(2, 1, 9)[-1][1] == 0.0  # more places than jobs
 
 
 # -- what a stream says ------------------------------------------------------------------------------------------------

@@ -64,3 +64,24 @@ async def run_jobs(
                 await clock.sleep_until(job.due_s)
             tasks.append(group.create_task(carry_out(job)))
     return [task.result() for task in tasks]
+
+
+async def run_closed(
+    take: Callable[[], Job | None],
+    send: Send,
+    clock: Clock,
+    num_places: int,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+) -> None:
+    """A closed loop: each place sends what `take` gives it, and the next as soon as that is answered, until None.
+
+    Several loops whose `take` draws from one row of jobs are together one loop of as many places as they have.
+    """
+
+    async def serve_place() -> None:
+        while (job := take()) is not None:
+            on_outcome(await send(job, clock))
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(num_places):
+            group.create_task(serve_place())

@@ -13,7 +13,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged  # noqa: E402
 from ostinato.kernels.triton_decode_fused import num_partial_floats  # noqa: E402
-from ostinato.kernels.triton_launch import KernelCall, PreparedCall  # noqa: E402
+from ostinato.kernels.triton_launch import PreparedCall  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -21,10 +21,9 @@ LENGTHS = [(70, 33, 900, 4, 5), (1, 33, 1, 4, 1)]  # known tokens, those of the 
 PADDED_ROWS = 3
 
 
-def workspace(case: AttentionCase, num_splits: int) -> tuple[Tensor, Tensor]:
+def workspace(case: AttentionCase, num_parts: int) -> tuple[Tensor, Tensor]:
     """Counters, and partial results that are NaN beforehand."""
-    num_heads, head_size = case.q.shape[1:]
-    size = num_partial_floats(case.num_rows, num_splits, num_heads, head_size)
+    size = num_partial_floats(num_parts, *case.q.shape[1:])
     counters = torch.zeros(case.num_rows * case.k_cache.shape[2], dtype=torch.int32, device=case.q.device)
     return counters, torch.full((size,), float("nan"), device=case.q.device)
 
@@ -41,9 +40,9 @@ def slots_of(case: AttentionCase) -> Tensor:
     return slots.to(case.q.device)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
+@pytest.mark.parametrize("num_extra", [1, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged(device: torch.device, dtype: torch.dtype, num_splits: int) -> None:
+def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> None:
     """Over the live rows alone, however many the key has room for; and again over other data at the same addresses."""
     seq_lens, query_lens = ((*lens, *[0] * PADDED_ROWS) for lens in LENGTHS)
     case = attention_case(
@@ -51,24 +50,24 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_splits: int) -> No
     ).on(device)
     k, v = (normal(case.q.shape[0], 2, 64, seed=seed, dtype=dtype).to(device) for seed in (7, 8))
     slots, out = slots_of(case), torch.full_like(case.q, float("nan"))
-    counters, partials = workspace(case, num_splits)
+    counters, partials = workspace(case, case.num_rows + num_extra)
+    parts = torch.full((1 + case.num_rows + num_extra,), -1, dtype=torch.int32, device=device)
     run = prepared_ragged(
         case.q, k, v, slots, case.k_cache, case.v_cache, case.block_table, case.row_slot, case.query_start,
-        case.seq_lens, case.scale, case.num_rows, num_splits, out, counters, partials, None,
-        lambda: len(LENGTHS[0]),
+        case.seq_lens, case.scale, case.num_rows, out, None, counters, parts, partials, lambda: len(LENGTHS[0]),
     )  # fmt: skip
-    assert not isinstance(run, KernelCall)
     for repeat in range(2):
         if repeat:
             k.neg_()
             case.q.mul_(0.5)
             case.seq_lens[2] -= 1  # a row that has become shorter, without its newest token
+        ops.plan_parts(case.seq_lens, case.query_start, 0, case.num_rows, 2, 8, parts)
         expected = torch.full_like(out, float("nan"))
         caches = case.k_cache.clone(), case.v_cache.clone()
         ops.kv_write(k, v, *caches, slots)
         ops.attention(
             case.q, *caches, case.block_table, case.row_slot, case.query_start, case.seq_lens, case.scale, 0,
-            case.num_rows, num_splits, expected, None, counters,
+            case.num_rows, 1, expected, None, counters, parts, partials,
         )  # fmt: skip
         run()
         assert torch.equal(out, expected) and bool(out.isfinite().all())
@@ -77,22 +76,26 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_splits: int) -> No
         assert not counters.any()
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: int) -> None:
+@pytest.mark.parametrize(("num_splits", "listed"), [(1, False), (4, False), (1, True)])
+def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: int, listed: bool) -> None:
     case = attention_case(
         torch.bfloat16, [70, 1, 900], query_len=1, num_heads=8, num_kv_heads=2, head_size=128
     ).on(device)  # fmt: skip
     k, v = (normal(3, 2, 128, seed=seed, dtype=torch.bfloat16).to(device) for seed in (7, 8))
     positions, cos_sin = case.seq_lens - 1, normal(1024, 128, seed=9).to(device)
     norms = [normal(128, seed=seed, dtype=torch.bfloat16).to(device) for seed in (10, 11)]
-    counters, partials = workspace(case, num_splits)
+    counters, partials = workspace(case, 3 * num_splits + 4)
+    parts = torch.full((1 + 3 + 4,), -1, dtype=torch.int32, device=device) if listed else None
+    if parts is not None:
+        ops.plan_parts(case.seq_lens, case.query_start, 1, 3, 2, 8, parts)
+        assert int((parts >= 1 << 16).sum()) > 0
     before = (positions, cos_sin, *norms, 1e-5, slots_of(case))
     behind = (case.block_table, case.row_slot, case.seq_lens, case.scale, 3, num_splits)
     expected, out = torch.full_like(case.q, float("nan")), torch.full_like(case.q, float("nan"))
     caches = case.k_cache.clone(), case.v_cache.clone()
-    ops.decode_attention(case.q, k, v, *before, *caches, *behind, expected, counters, True)
+    ops.decode_attention(case.q, k, v, *before, *caches, *behind, expected, counters, True, None, parts, partials)
     run = prepared_decode(
-        case.q, k, v, *before, case.k_cache, case.v_cache, *behind, out, counters, partials, None
+        case.q, k, v, *before, case.k_cache, case.v_cache, *behind, out, counters, None, parts, partials
     )  # fmt: skip
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()

@@ -37,6 +37,7 @@ __all__ = [
     "invariant_silu_mul",
     "kv_write",
     "logprobs",
+    "plan_parts",
     "prepare",
     "rms_norm",
     "rope",
@@ -114,7 +115,15 @@ _OPS: Final = (
         "triton_attention",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
         "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out, "
-        "Tensor? kv_scales=None, Tensor(b!)? counters=None) -> ()",
+        "Tensor? kv_scales=None, Tensor(b!)? counters=None, Tensor? parts=None, Tensor(c!)? partials=None) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "plan_parts",
+        "reference_attention",
+        "triton_decode_split",
+        "(Tensor seq_lens, Tensor query_start, int query_len, int num_rows, int num_kv_heads, int places, "
+        "Tensor(a!) parts) -> ()",
         _no_output,
     ),
     _Op(
@@ -124,7 +133,7 @@ _OPS: Final = (
         "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
         "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor row_slot, "
         "Tensor seq_lens, float scale, int num_rows, int num_splits, Tensor(c!) out, Tensor(d!) counters, "
-        "bool pdl=False, Tensor? kv_scales=None) -> ()",
+        "bool pdl=False, Tensor? kv_scales=None, Tensor? parts=None, Tensor(e!)? partials=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -265,6 +274,7 @@ _LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # the reg
 _prepare: Final = torch.ops.ostinato.prepare.default
 _kv_write: Final = torch.ops.ostinato.kv_write.default
 _attention: Final = torch.ops.ostinato.attention.default
+_plan_parts: Final = torch.ops.ostinato.plan_parts.default
 _decode_attention: Final = torch.ops.ostinato.decode_attention.default
 _rms_norm: Final = torch.ops.ostinato.rms_norm.default
 _add_rms_norm: Final = torch.ops.ostinato.add_rms_norm.default
@@ -357,6 +367,8 @@ def attention(
     out: Tensor,
     kv_scales: Tensor | None = None,
     counters: Tensor | None = None,
+    parts: Tensor | None = None,
+    partials: Tensor | None = None,
 ) -> None:
     """Causal attention of a step's queries over the paged cache, which already holds the step's own keys.
 
@@ -364,9 +376,9 @@ def attention(
     `query_start [>=num_rows + 1]`, `seq_lens [>=num_rows]`, `out! [T, H, D]`. Token j of a row with q tokens sees the
     positions below `seq_len - q + j + 1`; padding gives zeros. Nothing outside a row's live positions is used, NaN
     included. `query_len` 0: as `query_start` says, which on CUDA is read for long queries of one length too.
-    `num_splits` (short queries, CUDA only) is how many programs share one row's keys. `kv_scales`: as they were written
-    with (see `kv_write`). `counters! [>=num_rows * G]`, as for `decode_attention`: with them, rows of one token in a
-    ragged step are attended to as in a decode step (CUDA only).
+    `num_splits` (short queries of one length, CUDA only) is how many programs share one row's keys. `kv_scales`: as
+    they were written with (see `kv_write`). `counters!`, `parts` and `partials!`, all three, as for `decode_attention`:
+    with them, rows of one token in a ragged step are attended to as in a decode step (CUDA only).
     """
     _attention(
         q,
@@ -383,7 +395,23 @@ def attention(
         out,
         kv_scales,
         counters,
+        parts,
+        partials,
     )
+
+
+def plan_parts(
+    seq_lens: Tensor, query_start: Tensor, query_len: int, num_rows: int, num_kv_heads: int, places: int, parts: Tensor
+) -> None:
+    """Lists the parts in which a step's decoding rows are attended to, so that a device with room for `places` programs
+    is busy to the end: long rows are cut, but not where rows that are alike fill it just so.
+
+    `seq_lens [>=num_rows]`, `query_start [>=num_rows + 1]` (read with `query_len` 0: rows of other than one token have
+    no part), `parts! [1 + P]`: the tokens of a part, a multiple of 128, then one entry for each part, the index of a
+    part in its row times 65,536 plus the row; a row's follow one another; -1 where there are no more. P - num_rows, at
+    least 1, is how many parts more than rows there may be.
+    """
+    _plan_parts(seq_lens, query_start, query_len, num_rows, num_kv_heads, places, parts)
 
 
 def decode_attention(
@@ -408,6 +436,8 @@ def decode_attention(
     counters: Tensor,
     pdl: bool = False,
     kv_scales: Tensor | None = None,
+    parts: Tensor | None = None,
+    partials: Tensor | None = None,
 ) -> None:
     """`rope`, `kv_write` and `attention` of a step with one token a row in one: takes raw q, k, v and keeps them.
 
@@ -415,6 +445,9 @@ def decode_attention(
     `counters! [>=num_rows * G]` int32; the rest as there. A row's token is its last position; its slot, if it has one,
     is the cell which the table gives for that, as `prepare` leaves it, and is not read back from the cache. `counters`
     must be zero before the first call, is zero again after each, and may be shared by calls of one stream.
+
+    `parts [1 + P]`, as `plan_parts` leaves it, instead of `num_splits` parts of each row. `partials!` float32, at least
+    P * H * (D + 1) of them: workspace, which calls of one stream may share. (Both CUDA only.)
 
     `pdl` launches programmatically where the device can (compute capability 9.0 on). Whatever wrote the integers, the
     tables and the cache's older cells must then have been complete when some kernel in between was started.
@@ -441,6 +474,8 @@ def decode_attention(
         counters,
         pdl,
         kv_scales,
+        parts,
+        partials,
     )
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["choose_num_splits", "max_row_splits", "ragged_splits"]
+__all__ = ["choose_num_splits", "decode_places", "extra_parts"]
 
 # Two decode programs of a common head group and query length fit on one multiprocessor (shared memory, registers).
 _PROGRAMS_PER_SM = 2
 # Below this many blocks a part costs more in launch and merge than it saves in reading.
 _MIN_BLOCKS_PER_SPLIT = 8
 _MAX_SPLITS = 128
-_MAX_PLACES = 512
-"""More programs than any device has places for at once."""
-# Where only the device knows which rows decode, a few of them with long contexts should still fill it; parts that find
-# nothing to do cost little, and all rows of a full step four times the merging of 1 % of what they read.
-_RAGGED_SPLITS = 4
 _GOOD_ENOUGH = 0.85
+# Where rows fill the device its programs are small ones (`fused_config`).
+_SMALL_PROGRAMS_PER_SM = 4
+_PARTS_PER_PLACE = 3
+_MAX_EXTRA_PARTS = 1024
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms: int) -> int:
@@ -41,15 +40,15 @@ def choose_num_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms
     return next(index + 1 for index, share in enumerate(shares) if share >= target)
 
 
-def ragged_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms: int) -> int:
-    """The same for the decoding rows of a ragged step, at most `num_rows`."""
-    at_most = min(max(max_blocks // _MIN_BLOCKS_PER_SPLIT, 1), _RAGGED_SPLITS)
-    return max(choose_num_splits(num_rows, num_kv_heads, max_blocks, num_sms), at_most)
+def decode_places(num_sms: int) -> int:
+    """Programs of a decode step whose rows fill the device that run at one time."""
+    return _SMALL_PROGRAMS_PER_SM * num_sms
 
 
-def max_row_splits(max_rows: int, num_kv_heads: int) -> int:
-    """No batch of up to `max_rows` rows has more rows times splits than this."""
-    return max(-(-_MAX_PLACES // num_kv_heads) + max_rows, _RAGGED_SPLITS * max_rows)
+def extra_parts(num_kv_heads: int, num_sms: int) -> int:
+    """Parts beyond one for each row that a step with unlike rows is cut into, at most: enough that each place gets
+    several, since the last ones to end keep the device busy in part for as long as one takes."""
+    return min(max(_PARTS_PER_PLACE * decode_places(num_sms) // num_kv_heads, 1), _MAX_EXTRA_PARTS)
 
 
 def _busy_share(programs: int, places: int) -> float:

@@ -2,7 +2,8 @@
 
 Short queries of one length have a kernel. A ragged step has two: rows of one token, which are the running requests
 beside a prompt, go through the decode kernel, since in a query block of the ragged one they would fill one place of
-many; and on the device, so that a recording holds for any mix. Without counters all rows go through the ragged kernel.
+many. Which rows those are is found on the device, so that a recording holds for any mix. Without a list of parts all
+rows go through the ragged kernel.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ostinato.kernels.triton_attention_decode import MAX_QUERY_LEN, decode_attention
 from ostinato.kernels.triton_attention_prefill import prefill_call
-from ostinato.kernels.triton_decode_fused import decode_call, single_token_attention, single_token_call
+from ostinato.kernels.triton_decode_fused import decode_call, single_token_call
 from ostinato.kernels.triton_kv_write import kv_write_call
 from ostinato.kernels.triton_launch import KernelCall, PreparedCall
 
@@ -36,6 +37,8 @@ def attention(
     out: Tensor,
     kv_scales: Tensor | None = None,
     counters: Tensor | None = None,
+    parts: Tensor | None = None,
+    partials: Tensor | None = None,
 ) -> None:
     """As `reference_attention.attention`. The grid follows from the arguments' shapes and the ints alone."""
     if 0 < query_len <= MAX_QUERY_LEN:
@@ -43,10 +46,11 @@ def attention(
             q, k_cache, v_cache, block_table, row_slot, seq_lens, scale, query_len, num_rows, num_splits, out, kv_scales
         )
         return
-    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows)
-    if counters is not None:
-        single_token_attention(*over, num_splits, out, counters, kv_scales)
-    prefill_call(*over, out, kv_scales, singles=counters is None)()
+    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
+    if parts is not None:
+        assert counters is not None and partials is not None
+        single_token_call(*over, counters, parts, partials, kv_scales)()
+    prefill_call(*over, kv_scales, singles=parts is None)()
 
 
 def prepared_decode(
@@ -69,14 +73,15 @@ def prepared_decode(
     num_splits: int,
     out: Tensor,
     counters: Tensor,
-    partials: Tensor,
     kv_scales: Tensor | None,
+    parts: Tensor | None,
+    partials: Tensor,
 ) -> Callable[[], None]:
     """`ops.decode_attention` over these tensors, one token in each of `num_rows` rows, as a function that launches it
-    on the current stream. `partials` float32, at least `num_partial_floats` long: shared by calls of one stream."""
+    on the current stream."""
     call = decode_call(
         q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        seq_lens, scale, num_rows, num_splits, out, counters, partials, True, kv_scales,
+        seq_lens, scale, num_rows, num_splits, out, counters, partials, True, kv_scales, parts,
     )  # fmt: skip
     if not call.can_be_prepared:
         return call
@@ -101,29 +106,29 @@ def prepared_ragged(
     seq_lens: Tensor,
     scale: float,
     num_rows: int,
-    num_splits: int,
     out: Tensor,
-    counters: Tensor,
-    partials: Tensor,
     kv_scales: Tensor | None,
+    counters: Tensor,
+    parts: Tensor,
+    partials: Tensor,
     live_rows: Callable[[], int],
 ) -> Callable[[], None]:
     """`ops.kv_write` and a ragged `ops.attention` over these tensors, as a function that launches them on the current
-    stream, over the first `live_rows()` rows: no other has a token. `partials` as for `prepared_decode`."""
-    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows)
+    stream, over the first `live_rows()` rows: no other has a token."""
+    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
     write = kv_write_call(k, v, k_cache, v_cache, slot_mapping, kv_scales)
-    singles = single_token_call(*over, num_splits, out, counters, partials, kv_scales)
-    prefill = prefill_call(*over, out, kv_scales, singles=False)
+    singles = single_token_call(*over, counters, parts, partials, kv_scales)
+    prefill = prefill_call(*over, kv_scales, singles=False)
     if not write.can_be_prepared:
         return _in_turn(write, singles, prefill)
     first, second, third = PreparedCall(write), PreparedCall(singles), PreparedCall(prefill)
     current, rows_at = _stream_of(q.device), third.place("num_rows")
-    num_kv_heads, query_blocks = second.grid[0], third.grid[0] - num_rows
+    num_kv_heads, more_parts, query_blocks = second.grid[0], second.grid[1] - num_rows, third.grid[0] - num_rows
 
     def run() -> None:
         stream, rows = current(), live_rows()
         first.launch(stream, *first.grid)
-        second.launch(stream, num_kv_heads, rows, num_splits)
+        second.launch(stream, num_kv_heads, rows + more_parts, 1)
         third.put(rows_at, rows)
         third.launch(stream, query_blocks + rows, num_kv_heads, 1)
 

@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ostinato.kernels.triton_attention_decode import DecodeConfig, decode_config
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_decode_heads import load_angles, load_pairs, normed, prefetch_tile, turned
-from ostinato.kernels.triton_decode_split import merge_parts, share_row
+from ostinato.kernels.triton_decode_split import merge_parts, part_of, share_row
 from ostinato.kernels.triton_kv_format import encoded
 from ostinato.kernels.triton_launch import KernelCall, starts_early
 
@@ -49,7 +49,6 @@ __all__ = [
     "decode_fused_kernel",
     "fused_config",
     "num_partial_floats",
-    "single_token_attention",
     "single_token_call",
 ]
 
@@ -89,8 +88,9 @@ def fused_config(
         large = tiles.num_warps > 4
         if num_splits == 1:
             tile = min(8192 // tiles.head_pad, 64)
-            # A norm's operands need registers, so that its programs take half a tile, and copy more of them ahead.
-            small = norm or (scaled and tiles.head_pad > 64)
+            # A norm's operands need registers, as does converting keys: half a tile then. With a norm more of them
+            # are copied ahead.
+            small = norm or scaled
             tiles = replace(tiles, tile=tile // 2 if small else tile, num_stages=5 if norm else 2)
         else:
             many_warps = tiles.head_pad <= 64 or (norm and num_rows <= 4) or large
@@ -101,7 +101,8 @@ def fused_config(
     return FusedConfig(
         tiles=tiles,
         live_pad=live_pad,
-        chunk=min(max(in_flight // (live_pad * tiles.head_pad), 1), 8),
+        # Rows that fill the device are cut into a few parts at most, and what merges them must not take registers.
+        chunk=min(max(in_flight // (live_pad * tiles.head_pad), 1), 8 if num_splits > 1 else 4),
         vector=min(half & -half, 8),
     )
 
@@ -127,6 +128,7 @@ def decode_fused_kernel(
     partial_acc,
     partial_lse,
     counters,
+    parts,
     eps,
     scale,
     table_width,
@@ -161,16 +163,20 @@ def decode_fused_kernel(
     SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
+    PARTS: tl.constexpr,
     RAGGED: tl.constexpr,
 ):
-    """Grid (G, R, splits). SPLIT: there are several splits. NATIVE: not in the interpreter. RAGGED: rows with one token
-    alone, wherever it is; it is turned and in the cache already."""
+    """Grid (G, R, splits); with PARTS (G, length of the list). SPLIT: there may be several parts of a row. NATIVE: not
+    in the interpreter. RAGGED: the list has the rows of one token alone, wherever those are, which are turned and in
+    the cache already."""
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PARTS:
+        row, split, share = part_of(parts, TILE)
+        if row < 0:
+            return
     token = row.to(tl.int64)
     if RAGGED:
         token = tl.load(query_start + row).to(tl.int64)
-        if tl.load(query_start + row + 1) - token != 1:
-            return
     seq_len = tl.load(seq_lens + row)
     kv_len = tl.minimum(seq_len, table_width * BLOCK_SIZE)
     num_cached = kv_len
@@ -178,7 +184,10 @@ def decode_fused_kernel(
         slot = tl.load(slot_mapping + row)
         is_new = (slot >= 0) & (seq_len > 0)
         num_cached = tl.where(is_new, tl.minimum(seq_len - 1, kv_len), kv_len)
-    share, num_active = share_row(kv_len, tl.num_programs(2), TILE)
+    if PARTS:
+        num_active = tl.maximum(tl.cdiv(tl.cdiv(kv_len, TILE), share), 1)
+    else:
+        share, num_active = share_row(kv_len, tl.num_programs(2), TILE)
     if split >= num_active:
         return
     if not RAGGED:
@@ -279,14 +288,18 @@ def decode_fused_kernel(
         tl.store(out_tile, result.to(out.dtype.element_ty), mask=stored)
     elif SPLIT:
         pair = row * tl.num_programs(0) + kv_head
-        part = (pair.to(tl.int64) * tl.num_programs(2) + split) * GROUP + packed
+        if PARTS:
+            first, step = (tl.program_id(1) - split).to(tl.int64) * tl.num_programs(0) + kv_head, tl.num_programs(0)
+        else:
+            first, step = pair.to(tl.int64) * tl.num_programs(2), 1
+        part = (first + split * step) * GROUP + packed
         tl.store(partial_lse + part, peak + tl.log2(total), mask=is_query)
         tl.store(partial_acc + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=stored)
         # Every thread's part is stored before the one thread that publishes them all counts this program in.
         tl.debug_barrier()
         if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_active - 1:
             merge_parts(
-                partial_acc, partial_lse, out, token, row, kv_head, tl.num_programs(0), tl.num_programs(2), num_active,
+                partial_acc, partial_lse, out, token, kv_head, first, step, num_active,
                 out_stride_token, out_stride_head, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK,
             )  # fmt: skip
             tl.store(counters + pair, 0)
@@ -314,18 +327,24 @@ def decode_attention(
     counters: Tensor,
     pdl: bool = False,
     kv_scales: Tensor | None = None,
+    parts: Tensor | None = None,
+    partials: Tensor | None = None,
     config: FusedConfig | None = None,
 ) -> None:
     """See `ops.decode_attention`. 16-bit or float32; last dimensions contiguous. `config`: instead of `fused_config`'s.
 
-    The workspace of several splits is `num_partial_floats` long; inside a recording it comes from the graph's pool.
+    Without `partials` the workspace, of `num_partial_floats`, comes from the allocator: inside a recording, from the
+    graph's pool.
     """
     if num_rows < out.shape[0]:
         out[num_rows:].zero_()
-    partials = _new_partials(num_rows, num_splits, q)
+    if partials is None:
+        num_parts = num_rows * num_splits if parts is None else parts.shape[0] - 1
+        size = num_partial_floats(num_parts, *q.shape[1:]) if num_parts > num_rows else 0
+        partials = torch.empty(size, dtype=torch.float32, device=q.device)
     decode_call(
         q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        seq_lens, scale, num_rows, num_splits, out, counters, partials, pdl, kv_scales, config,
+        seq_lens, scale, num_rows, num_splits, out, counters, partials, pdl, kv_scales, parts, config,
     )()  # fmt: skip
 
 
@@ -352,14 +371,15 @@ def decode_call(
     partials: Tensor,
     pdl: bool,
     kv_scales: Tensor | None,
+    parts: Tensor | None,
     config: FusedConfig | None = None,
 ) -> KernelCall:
-    """The one launch of `decode_attention`, for `num_rows` tokens. `partials` float32 [num_partial_floats]."""
+    """The one launch of `decode_attention`, for `num_rows` tokens."""
     num_heads, head_size = q.shape[1:]
     half, norm = cos_sin.shape[1] // 2, q_norm is not None
     config = config or fused_config(
         num_rows,
-        num_splits,
+        num_splits if parts is None else 1,
         num_heads // k_cache.shape[2],
         head_size,
         half,
@@ -369,33 +389,9 @@ def decode_call(
     )
     return _call(
         q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot, None,
-        seq_lens, kv_scales, out, partials, counters, eps, scale, num_rows, num_splits, config,
+        seq_lens, kv_scales, out, partials, counters, parts, eps, scale, num_rows, num_splits, config,
         HALF=half, VECTOR=config.vector, NORM=norm, pdl=pdl and starts_early(q.device),
     )  # fmt: skip
-
-
-def single_token_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    num_rows: int,
-    num_splits: int,
-    out: Tensor,
-    counters: Tensor,
-    kv_scales: Tensor | None = None,
-) -> None:
-    """`reference_attention.attention` with `query_len` 0, of the rows with exactly one token; the others' outputs stay.
-    `counters` as for `ops.decode_attention`."""
-    partials = _new_partials(num_rows, num_splits, q)
-    single_token_call(
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, num_splits, out, counters,
-        partials, kv_scales,
-    )()  # fmt: skip
 
 
 def single_token_call(
@@ -408,35 +404,29 @@ def single_token_call(
     seq_lens: Tensor,
     scale: float,
     num_rows: int,
-    num_splits: int,
     out: Tensor,
     counters: Tensor,
+    parts: Tensor,
     partials: Tensor,
     kv_scales: Tensor | None,
 ) -> KernelCall:
-    """The one launch of `single_token_attention`. Its grid's second dimension may be any number of rows up to
-    `num_rows`."""
+    """`reference_attention.attention` with `query_len` 0, of the rows of one token, which are those in `parts`; the
+    others' outputs stay. The grid may end where `parts` has no more."""
     num_heads, head_size = q.shape[1:]
-    # Tiles as for rows that fill the device by themselves: how many there are is only known on it.
     config = fused_config(
         num_rows, 1, num_heads // k_cache.shape[2], head_size, head_size // 2, q.element_size(), False,
         k_cache.element_size() == 1,
     )  # fmt: skip
     return _call(
         q, None, None, None, None, None, None, None, k_cache, v_cache, block_table, row_slot, query_start, seq_lens,
-        kv_scales, out, partials, counters, 0.0, scale, num_rows, num_splits, config,
+        kv_scales, out, partials, counters, parts, 0.0, scale, num_rows, 1, config,
         HALF=1, VECTOR=1, NORM=False, pdl=False,
     )  # fmt: skip
 
 
-def num_partial_floats(num_rows: int, num_splits: int, num_heads: int, head_size: int) -> int:
-    """Of the workspace of several splits: outputs, then one log-sum-exp for each."""
-    return num_rows * num_splits * num_heads * (head_size + 1) if num_splits > 1 else 0
-
-
-def _new_partials(num_rows: int, num_splits: int, q: Tensor) -> Tensor:
-    size = num_partial_floats(num_rows, num_splits, *q.shape[1:])
-    return torch.empty(size, dtype=torch.float32, device=q.device)
+def num_partial_floats(num_parts: int, num_heads: int, head_size: int) -> int:
+    """Of the workspace for parts of rows: outputs, then one log-sum-exp for each."""
+    return num_parts * num_heads * (head_size + 1)
 
 
 def _call(
@@ -458,6 +448,7 @@ def _call(
     out: Tensor,
     partials: Tensor,
     counters: Tensor,
+    parts: Tensor | None,
     eps: float,
     scale: float,
     num_rows: int,
@@ -469,12 +460,13 @@ def _call(
 ) -> KernelCall:
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    split = num_splits > 1
-    num_parts = num_rows * num_splits * num_heads
-    partial_acc, partial_lse = (partials, partials[num_parts * head_size :]) if split else (out, out)
+    grid = (num_kv_heads, num_rows, num_splits) if parts is None else (num_kv_heads, parts.shape[0] - 1, 1)
+    num_parts = grid[1] * grid[2]
+    split = num_parts > num_rows
+    partial_acc, partial_lse = (partials, partials[num_parts * num_heads * head_size :]) if split else (out, out)
     args = (
         q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        query_start, seq_lens, kv_scales, out, partial_acc, partial_lse, counters, eps, scale * _LOG2_E,
+        query_start, seq_lens, kv_scales, out, partial_acc, partial_lse, counters, parts, eps, scale * _LOG2_E,
         block_table.shape[1], 0 if cos_sin is None else cos_sin.stride(0), block_table.stride(0),
         *q.stride()[:2], *_strides(k, 2), *_strides(v, 2), *k_cache.stride()[:3], *v_cache.stride()[:3],
         *out.stride()[:2],
@@ -485,10 +477,11 @@ def _call(
         NUM_QUERIES=tiles.num_queries, TILE=tiles.tile, LIVE_PAD=config.live_pad, CHUNK=config.chunk, SPLIT=split,
         SCALED=kv_scales is not None,
         NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
-        PDL=pdl, RAGGED=query_start is not None,
+        PDL=pdl, PARTS=parts is not None, RAGGED=query_start is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
+        maxnreg=128 if parts is not None and tiles.num_warps == 4 else None,  # so that four programs fit
     )  # fmt: skip
-    return KernelCall(decode_fused_kernel, (num_kv_heads, num_rows, num_splits), args, options)
+    return KernelCall(decode_fused_kernel, grid, args, options)
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

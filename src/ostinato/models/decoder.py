@@ -45,7 +45,8 @@ class AttentionArgs:
     seq_lens: torch.Tensor  # [Rmax] int32
     slot_mapping: torch.Tensor  # [Tmax] int32
     counters: torch.Tensor  # [Rmax * G] int32, zero between steps
-    partials: torch.Tensor  # float32, for `prepared_decode` and `prepared_ragged`
+    parts: torch.Tensor | None  # [1 + P] int32: the decoding rows in parts, where they may fill the device
+    partials: torch.Tensor  # [>=P * H * (D + 1)] float32: workspace for these, or for `num_splits` parts of each row
     num_rows: int
     query_len: int  # of every row; 0: ragged
     num_splits: int
@@ -242,16 +243,29 @@ class _Attention:
                 a.counters,
                 True,
                 scales,
+                a.parts,
+                a.partials,
             )
             return
         self._write()
         self._attend(k_cache, v_cache, a.block_table, a.row_slot)
 
     def prepare(self) -> Callable[[], None]:
-        """The same as calling this, with as little left to the host as can be, for what runs between two graphs."""
-        model, a = self.model, self.args
-        if not self.query.is_cuda or model.batch_invariant or self.gathered is not None or a.query_len > 1:
+        """The same as calling this, with as little left to the host as can be, for what runs between two graphs. What
+        there is to prepare waits for the first call: of the keys that are recorded some are never used."""
+        if not self.query.is_cuda or self.model.batch_invariant or self.gathered is not None or self.args.query_len > 1:
             return self
+        run: Callable[[], None] | None = None
+
+        def call() -> None:
+            nonlocal run
+            run = run or self._prepared()
+            run()
+
+        return call
+
+    def _prepared(self) -> Callable[[], None]:
+        model, a = self.model, self.args
         from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged
 
         k_cache, v_cache, scales = self.cache
@@ -276,9 +290,11 @@ class _Attention:
                 a.num_splits,
                 self.out,
                 a.counters,
-                a.partials,
                 scales,
+                a.parts,
+                a.partials,
             )
+        assert a.parts is not None
         return prepared_ragged(
             self.query,
             self.key,
@@ -292,11 +308,11 @@ class _Attention:
             a.seq_lens,
             model.scale,
             a.num_rows,
-            a.num_splits,
             self.out,
-            a.counters,
-            a.partials,
             scales,
+            a.counters,
+            a.parts,
+            a.partials,
             a.live_rows,
         )
 
@@ -347,4 +363,6 @@ class _Attention:
             self.out,
             scales,
             a.counters,
+            a.parts,
+            a.partials,
         )

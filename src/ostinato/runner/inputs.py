@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ostinato.kernels.splits import max_row_splits
+from ostinato.kernels.splits import extra_parts
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import GatheredKV, Workspace
 
@@ -79,8 +79,12 @@ class StepBuffers:
         )
         # zero between steps: the last program of a row and head to finish resets its own
         self.attention_counters = ints(max_rows * config.num_kv_heads, 0)
-        # where rows are split among programs, and no graph's memory holds their parts
-        num_parts = max_row_splits(max_rows, config.num_kv_heads) if device.type == "cuda" else 0
+        # Decoding rows in parts, where there are enough of them to fill the device.
+        cuda = device.type == "cuda"
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
+        self.num_extra_parts = extra_parts(config.num_kv_heads, num_sms) if cuda else 0
+        num_parts = max_rows + self.num_extra_parts if cuda else 0
+        self.attention_parts = ints(1 + num_parts, -1)
         self.attention_partials = floats(num_parts * config.num_heads * (config.head_dim + 1), kind=torch.float32)
         self.logits = floats(max_rows, config.vocab_size)
         self.adjusted = floats(max_rows, config.vocab_size, kind=torch.float32)

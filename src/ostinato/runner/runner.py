@@ -28,7 +28,7 @@ from ostinato.graphs.recorder import Cut, Recorder, no_cut, prepared
 from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
-from ostinato.kernels.splits import choose_num_splits, ragged_splits
+from ostinato.kernels.splits import choose_num_splits, decode_places
 from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
 from ostinato.models.weights import DecoderWeights
@@ -413,13 +413,24 @@ class Runner:
             buffers.seq_lens,
             buffers.logit_index,
         )
+        attention = self._attention_args(key)
+        if attention.parts is not None:
+            ops.plan_parts(
+                buffers.seq_lens,
+                state["query_start"],
+                query_len,
+                key.num_rows,
+                self.model.config.num_kv_heads,
+                decode_places(self._num_sms),
+                attention.parts,
+            )
         if self._connector is not None:
             cut = self._with_connector(self._connector, mode, cut)
         self.model.forward(
             buffers.token_ids[: key.num_tokens],
             buffers.positions[: key.num_tokens],
             self.storage.layers,
-            self._attention_args(key),
+            attention,
             buffers.work,
             cut,
             num_layers,
@@ -485,7 +496,12 @@ class Runner:
 
     def _attention_args(self, key: BatchKey) -> AttentionArgs:
         state, buffers, config = self.state, self.buffers, self.model.config
-        choose = choose_num_splits if key.query_len else ragged_splits
+        num_splits, parts = 1, None
+        if key.query_len:
+            width = state.layout.table_width
+            num_splits = choose_num_splits(key.num_rows, config.num_kv_heads, width, self._num_sms)
+        if self._cuda and (key.query_len or 0) <= 1 and num_splits == 1:
+            parts = buffers.attention_parts[: 1 + key.num_rows + buffers.num_extra_parts]
         return AttentionArgs(
             block_table=state["block_table"],
             row_slot=state["row_slot"],
@@ -493,10 +509,11 @@ class Runner:
             seq_lens=buffers.seq_lens,
             slot_mapping=buffers.slot_mapping,
             counters=buffers.attention_counters,
+            parts=parts,
             partials=buffers.attention_partials,
             num_rows=key.num_rows,
             query_len=key.query_len or 0,
-            num_splits=choose(key.num_rows, config.num_kv_heads, state.layout.table_width, self._num_sms),
+            num_splits=num_splits,
             live_rows=lambda: self._live_rows,
         )
 

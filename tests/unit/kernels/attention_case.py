@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ostinato.kernels import reference_attention
+
 BLOCK_SIZE = 16
 OUT_OF_RANGE = 2**30
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,19 +38,31 @@ class AttentionCase:
         query_len: int = 0,
         num_splits: int = 1,
         device: str = DEVICE,
-        counters: Tensor | None = None,
+        parts: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The op's output, from an `out` that is NaN beforehand and wider than the head size."""
         wide = torch.full((*self.q.shape[:2], self.q.shape[2] + 16), float("nan"), dtype=self.q.dtype, device=device)
         out = wide[..., : self.q.shape[2]]
         pool = self.pool.to(device)
+        in_parts = {} if parts is None else dict(zip(("counters", "parts", "partials"), parts, strict=True))
         attention(
             self.q.to(device), pool[:, 0], pool[:, 1], self.block_table.to(device), self.row_slot.to(device),
             self.query_start.to(device), self.seq_lens.to(device), self.scale, query_len, len(self.query_lens),
-            num_splits, out, **({} if counters is None else {"counters": counters}),
+            num_splits, out, **in_parts,
         )  # fmt: skip
         assert wide[..., self.q.shape[2] :].isnan().all(), "wrote outside `out`"
         return out.cpu()
+
+    def parts(self, num_extra: int, places: int = 4, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
+        """Counters, the list of the decoding rows' parts, a workspace of NaN."""
+        num_rows, num_parts = len(self.query_lens), len(self.query_lens) + num_extra
+        num_heads, head_size = self.q.shape[1:]
+        num_kv_heads = self.pool.shape[3]
+        parts = torch.full((1 + num_parts,), OUT_OF_RANGE, dtype=torch.int32)
+        reference_attention.plan_parts(self.seq_lens, self.query_start, 0, num_rows, num_kv_heads, places, parts)
+        partials = torch.full((num_parts * num_heads * (head_size + 1),), float("nan"), device=device)
+        counters = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
+        return counters, parts.to(device), partials
 
     def expected(self) -> Tensor:
         """A double precision softmax written out position by position; it shares nothing with the implementations."""

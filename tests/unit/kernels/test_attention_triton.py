@@ -22,9 +22,12 @@ HEADS = [(64, 3), (80, 1), (96, 4), (128, 16), (256, 3)]  # (head size, query he
 
 
 def assert_matches_reference(
-    case: AttentionCase, query_len: int = 0, num_splits: int = 1, counters: torch.Tensor | None = None
+    case: AttentionCase,
+    query_len: int = 0,
+    num_splits: int = 1,
+    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    out = case.run(attention, query_len, num_splits, counters=counters)
+    out = case.run(attention, query_len, num_splits, parts=parts)
     expected = case.run(reference_attention.attention, query_len, device="cpu")
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -112,30 +115,31 @@ def test_ragged_padding_is_zero_however_it_falls_on_the_grid(num_pad_tokens: int
 SINGLE_ROWS = [
     ([1, 1, 1], [1, 1, 1]),
     ([70, 33, 2, 0, 5], [1, 33, 1, 0, 1]),
-    ([0, 40, 9, 17], [1, 3, 1, 17]),
-    ([20, 130, 64], [20, 1, 1]),
+    ([0, 300, 9, 17], [1, 3, 1, 17]),
+    ([20, 530, 64], [20, 1, 1]),
+    ([513, 512, 257, 256, 1], [1, 1, 1, 1, 1]),
 ]
 
 
-@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("num_extra", [1, 4])
 @pytest.mark.parametrize(("seq_lens", "query_lens"), SINGLE_ROWS)
-def test_ragged_rows_of_one_token_have_a_kernel_of_their_own(
-    seq_lens: list[int], query_lens: list[int], num_splits: int
+def test_ragged_rows_of_one_token_are_attended_to_in_parts(
+    seq_lens: list[int], query_lens: list[int], num_extra: int
 ) -> None:
-    """Beside prompts, before, between and behind them; a row whose only query sees nothing; padding of one token, which
-    is no row's. The counters are zero again, so the same call repeats."""
+    """Beside prompts, before, between and behind them; rows of one part and of several; one whose only query sees
+    nothing; padding of one token, which is no row's. The counters are zero again, so the same call repeats."""
     case = make_case(seq_lens, query_lens, num_kv_heads=2, group=3, head_size=64, num_pad_tokens=1)
-    counters = torch.zeros(2 * len(seq_lens), dtype=torch.int32, device=DEVICE)
+    parts = case.parts(num_extra)
     for _ in range(2):
-        out = assert_matches_reference(case, num_splits=num_splits, counters=counters)
-        assert not out[-1].any() and not counters.any()
+        out = assert_matches_reference(case, parts=parts)
+        assert not out[-1].any() and not parts[0].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_size", "group"), HEADS)
 def test_ragged_rows_of_one_token_of_every_head_shape(head_size: int, group: int, dtype: torch.dtype) -> None:
-    case = make_case([37, 6, 40], [1, 5, 1], num_kv_heads=1, group=group, head_size=head_size, dtype=dtype)
-    assert_matches_reference(case, num_splits=2, counters=torch.zeros(3, dtype=torch.int32, device=DEVICE))
+    case = make_case([137, 6, 40], [1, 5, 1], num_kv_heads=1, group=group, head_size=head_size, dtype=dtype)
+    assert_matches_reference(case, parts=case.parts(2, places=1))
 
 
 def test_a_length_beyond_the_table_reads_only_the_table() -> None:
@@ -147,7 +151,7 @@ def test_a_length_beyond_the_table_reads_only_the_table() -> None:
     case.seq_lens[:3] = torch.tensor([100, 49, 200], dtype=torch.int32)
     assert_matches_reference(case, query_len=1)
     assert_matches_reference(case)
-    assert_matches_reference(case, counters=torch.zeros(3, dtype=torch.int32, device=DEVICE))
+    assert_matches_reference(case, parts=case.parts(4))
 
 
 def test_strides_come_from_the_tensors() -> None:

@@ -24,11 +24,13 @@ DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" e
 PDL = [False, *([True] if DEVICE == "cuda" else [])]
 
 
-def assert_matches_reference(case: FusedCase, num_splits: int = 1, pdl: bool = False) -> Tensor:
+def assert_matches_reference(
+    case: FusedCase, num_splits: int = 1, pdl: bool = False, parts: Tensor | None = None
+) -> Tensor:
     """Output and pool as the reference's; every cell but the step's own is untouched, bit for bit."""
     live = case.on(DEVICE)
     counts = live.counters()
-    out, pool = live.run(decode_attention, num_splits, counts, pdl)
+    out, pool = live.run(decode_attention, num_splits, counts, pdl, parts)
     expected, expected_pool = case.on("cpu").run(reference_attention.decode_attention)
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -66,6 +68,18 @@ def test_any_number_of_splits(num_splits: int) -> None:
     """Fewer tiles than splits, as many, and more; a padded row; rows that begin and end on a tile's edge."""
     out = assert_matches_reference(make_case([71, 0, 16, 1, 65, 32, 33], group=3), num_splits)
     assert not out[1].any()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("seq_lens", [[600, 0, 16, 1, 129, 256, 257], [70, 70, 71], [300]])
+def test_in_listed_parts(seq_lens: list[int], norm: bool) -> None:
+    """Unlike rows, of which long ones are cut; alike ones, which are not; a padded row, which is a part of zeros."""
+    case = make_case(seq_lens, group=3, norm=norm, num_pad_tokens=1)
+    parts = torch.zeros(1 + len(seq_lens) + 5, dtype=torch.int32)
+    reference_attention.plan_parts(case.seq_lens, parts, 1, len(seq_lens), 1, 4, parts)
+    assert int((parts[1:] >= 1 << 16).sum()) > 0 or max(seq_lens) < 256
+    out = assert_matches_reference(case, parts=parts.to(DEVICE))
+    assert not out[-1].any()
 
 
 def test_more_parts_than_are_merged_at_a_time() -> None:

@@ -36,7 +36,7 @@ def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) ->
 
 def test_programs_of_rows_that_fill_the_device_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
     """64 rows of 8 kv heads are 3.9 programs for each of 132 multiprocessors: one wave."""
-    full = [r for r in reports if r["choices"]["RAGGED"] or not r["choices"]["SPLIT"]]
+    full = [r for r in reports if r["choices"]["PARTS"] or not r["choices"]["SPLIT"]]
     full = [r for r in full if r["choices"]["HEAD_SIZE"] <= 128]
     assert len(full) >= 9
     for report in full:

@@ -36,6 +36,8 @@ def example(name: str) -> tuple[Any, ...]:
     if name == "advance":
         counts, ring = filled(0, NUM_SLOTS, NUM_VOCAB), filled(9, 2, 4)
         return (*rows, ints(5, 6, 8, -1), 0, 4, tokens, *state[::-1], counts, ints(3), ring)
+    if name == "plan_parts":
+        return (ints(300, 0, 140, 1), ints(0, 1, 2, 3, 6), 0, 4, 2, 4, filled(-9, 8))
     if name == "embed":
         return (ints(2, 0), torch.randn(3, 5), torch.zeros(2, 5))
     if name == "scatter":

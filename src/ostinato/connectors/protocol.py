@@ -71,8 +71,8 @@ Matched = int | tuple[int | None, bool | None] | None
 
 
 class LoadedKV(NamedTuple):
-    """An asynchronous load that writes no more. `num_tokens` from its first one on are there, in full blocks; those that
-    are not will be computed."""
+    """An asynchronous load that writes no more. The first `num_tokens` of its tokens are there, in full blocks; the
+    others will be computed."""
 
     request: Request
     num_tokens: int

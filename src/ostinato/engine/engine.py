@@ -150,6 +150,7 @@ class Engine:
         self._transfer_without_a_step()  # what comes next may take the blocks, or the memory behind them
         while self.scheduler.is_loading:
             self._wait_for_loads()
+            self._transfer_without_a_step()  # what was loaded may have to be saved elsewhere
 
     def idle(self) -> bool:
         """For a caller that has nothing to step: does a piece of work that was put off, and says whether it did."""

@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ostinato.errors import OstinatoError
 from ostinato.request import Request
 from ostinato.scheduler.queue import order
 
@@ -64,11 +65,14 @@ class Loads:
         insort(self._loads, _Load(request), key=lambda load: order(load.request))
 
     def end(self, request: Request) -> Sequence[int] | None:
-        """The load is reported: None for a request that goes on with it, or else the blocks that it held until now."""
+        """The load is reported: None for a request that goes on with it, or else the blocks that it held until now.
+        Raises OstinatoError for a request without a load."""
         for place, (other, block_ids) in enumerate(self._dropped):
             if other is request:
                 del self._dropped[place]
                 return block_ids
+        if request not in self.requests():
+            raise OstinatoError(f"the connector has loaded for request {request.request_id!r}, which has no load")
         self._find(request).ended = True
         return None
 

@@ -29,8 +29,8 @@ MAX_FILLERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """In blocks: `loads`, which the step waits for, `async_loads`, which begin with it, and `saves`. `key` is None for an
-    eager step."""
+    """In blocks: `loads`, which the step waits for, `async_loads`, which begin with it, and `saves`. `key` is None for
+    an eager step."""
 
     mode: str
     key: str | None

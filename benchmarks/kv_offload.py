@@ -29,8 +29,8 @@ MAX_FILLERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """In blocks: `loads`, which the step waits for, `async_loads`, which begin with it, and `saves`. `key` is None for
-    an eager step."""
+    """In blocks: `loads`, which the step waits for, `async_loads`, which begin with it, and `saves`, which make room.
+    `key` is None for an eager step."""
 
     mode: str
     key: str | None
@@ -59,7 +59,7 @@ class StepList:
                 tokens=plan.num_tokens,
                 loads=0 if meta is None else len(meta.loads),
                 async_loads=0 if meta is None else sum(len(load.copies) for load in meta.async_loads),
-                saves=0 if meta is None else len(meta.saves),
+                saves=0 if meta is None else len(meta.saves) + sum(len(load.saves) for load in meta.async_loads),
             )
         )
 

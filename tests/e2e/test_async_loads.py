@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,13 +55,15 @@ def opened(model: TinyModel, load: str = "async", **options: Any) -> Iterator[LL
 
 @contextmanager
 def late(llm: LLM, polls: int) -> Iterator[None]:
-    """Asynchronous copies begin at the poll of that number after they should have begun."""
+    """Asynchronous copies into the pool begin at the poll of that number after they should have begun."""
     worker = llm.engine.runner._connector
     assert isinstance(worker, BlockMover)
     lanes, waiting = worker._lanes, list[list[Any]]()
     start, finished = lanes.start_async, lanes.finished
 
-    def start_late(number: int, loads: Any) -> None:
+    def start_late(number: int, saves: Any, loads: Any) -> None:
+        if saves is not None:
+            saves(0, worker._num_layers)
         waiting.append([polls, number, loads])
 
     def finished_late() -> list[object]:
@@ -68,7 +71,7 @@ def late(llm: LLM, polls: int) -> Iterator[None]:
             entry[0] -= 1
         while waiting and waiting[0][0] <= 0:
             _, number, loads = waiting.pop(0)
-            start(number, loads)
+            start(number, None, loads)
         return finished()
 
     lanes.start_async, lanes.finished = start_late, finished_late  # type: ignore[method-assign]
@@ -77,7 +80,7 @@ def late(llm: LLM, polls: int) -> Iterator[None]:
     finally:
         while waiting:
             _, number, loads = waiting.pop(0)
-            start(number, loads)
+            start(number, None, loads)
         lanes.start_async, lanes.finished = start, finished  # type: ignore[method-assign]
 
 
@@ -131,6 +134,47 @@ def test_steps_go_on_without_it(model: TinyModel, mode: str, wait: str) -> None:
         finish(llm, model, state, *states)
         assert state.request.num_cached_tokens == 64
         assert stats_of(llm).async_loads == 1 and stats_of(llm).failed_loads == 0
+
+
+def test_room_for_a_load_is_no_step_s_matter(model: TinyModel) -> None:
+    """Blocks that the load takes are saved with it, not by the step beside it; what they held comes back."""
+    with opened(model) as llm, late(llm, polls=5), launches(llm) as launched:
+        states = decode(llm)
+        before = len(launched)
+        state = arrive(llm)
+        metas: list[Any] = [step.plan.connector_meta for step in launched[before:]]
+        (meta,) = [meta for meta in metas if meta is not None]
+        (load,) = meta.async_loads
+        assert len(load.copies) == 4 and len(load.saves) >= 4 and not meta.saves and not meta.loads
+        assert {copy.block_id for copy in load.saves} <= set(llm.engine.scheduler.kv.table("late"))
+        while state.request.status is LOADING:
+            llm.engine.step()
+        finish(llm, model, state, *states)
+        for prompt in reversed(LONG):
+            assert tokens_of(llm, prompt) == model.greedy(prompt, 5)
+
+
+def test_what_makes_room_is_loaded_by_the_same_step(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request's load takes blocks that the next one, in the same plan, loads back: not before they are saved."""
+    monkeypatch.setattr(scheduler_module, "MIN_ASYNC_TOKENS", 64)
+    with opened(model, "auto") as llm:
+        states = decode(llm)
+        original = ops.copy_blocks
+
+        def copy_late(source: Any, target: Any, *arguments: Any) -> None:
+            if source.data_ptr() == llm.engine.runner.storage.pool.data_ptr():
+                time.sleep(0.1)
+            original(source, target, *arguments)
+
+        monkeypatch.setattr(ops, "copy_blocks", copy_late)
+        late_one = llm.engine.add_request("late", PROMPT, greedy(6))
+        small = llm.engine.add_request("small", LONG[1][:33], greedy(2))
+        with launches(llm) as launched:
+            llm.engine.step()
+        meta: Any = launched[0].plan.connector_meta
+        saved = {copy.host for load in meta.async_loads for copy in load.saves}
+        assert len(meta.loads) == 2 and {copy.host for copy in meta.loads} <= saved
+        finish(llm, model, late_one, small, *states)
 
 
 def test_auto_chooses_by_what_runs(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:

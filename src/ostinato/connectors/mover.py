@@ -36,10 +36,12 @@ class Copy(NamedTuple):
 
 
 class AsyncLoad(NamedTuple):
-    """Copies that no step waits for, or none: it is then done once those before it are. Numbers are its own."""
+    """Copies that no step waits for, or none: it is then done once those before it are. Numbers are its own. `saves`
+    are of blocks that nothing but this load, and what comes after it, overwrites."""
 
     number: int
     copies: tuple[Copy, ...]
+    saves: tuple[Copy, ...] = ()
 
 
 class Loaded(NamedTuple):
@@ -108,13 +110,14 @@ class BlockMover:
             return _nothing
         assert isinstance(meta, Transfers)
         self._loading = bool(meta.loads)
-        saves, loads = self._copies(meta.saves, load=False), self._copies(meta.loads, load=True)
-        wait_for_saves = self._lanes.start(meta.number, saves, loads)
+        wait_for_saves = self._lanes.save(self._copies(meta.saves, load=False))
+        for load in meta.async_loads:  # before the step's loads, which may be of what these save
+            saves = self._copies(load.saves, load=False)
+            self._lanes.start_async(load.number, saves, self._copies(load.copies, load=True))
+        self._lanes.load(meta.number, self._copies(meta.loads, load=True))
         if self._loading and self._wait is Wait.STEP:
             for layer in range(self._num_layers):
                 self._lanes.wait(layer)
-        for load in meta.async_loads:
-            self._lanes.start_async(load.number, self._copies(load.copies, load=True))
         return wait_for_saves
 
     def wait_for_layer_load(self, layer: int) -> None:
@@ -179,13 +182,15 @@ class _Lanes(Protocol):
     def forget_failure(self) -> None:
         """A load that failed has failed its step: it is nothing to later ones."""
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
-        """Begins both, saves first. Whatever is launched afterwards comes after the saves; what is returned waits for
-        them on the host."""
+    def save(self, saves: _BlockCopies | None) -> Callable[[], None]:
+        """Whatever is launched afterwards comes after the saves; what is returned waits for them on the host."""
 
-    def start_async(self, number: int, loads: _BlockCopies | None) -> None:
-        """Begins a load that nothing waits for, after the saves so far; without one, what there is to report is that
-        those before it are done."""
+    def load(self, number: int, loads: _BlockCopies | None) -> None:
+        """Begins what a step waits for, after all saves so far. Transfer `number` is done with it."""
+
+    def start_async(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+        """Begins a load that nothing waits for, after the saves so far and its own. Later loads come after these saves.
+        Without a load, what there is to report is that those before it are done."""
 
     def wait(self, layer: int) -> None:
         """What follows comes after the newest load of this layer."""
@@ -210,6 +215,7 @@ class _StreamLanes:
             for event in self._events:  # one that was never recorded does not exist yet: a graph would not wait for it
                 event.record(self._stream)
         self._saved: torch.cuda.Event | None = None  # the newest saves
+        self._async_saved: torch.cuda.Event | None = None  # those of asynchronous loads
         self._under_way: list[tuple[int, torch.cuda.Event]] = []
         self._async_under_way: list[tuple[int, torch.cuda.Event]] = []
 
@@ -219,29 +225,38 @@ class _StreamLanes:
     def forget_failure(self) -> None:
         """The device tells of its faults itself."""
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
+    def save(self, saves: _BlockCopies | None) -> Callable[[], None]:
+        if saves is None:
+            return _nothing
         steps = torch.cuda.current_stream()
-        wait_for_saves: Callable[[], None] = _nothing
         with torch.cuda.stream(self._stream):
-            if saves is not None:
-                saves(0, self._num_layers)
-                saved = torch.cuda.Event()
-                saved.record(self._stream)
-                steps.wait_event(saved)
-                self._saved, wait_for_saves = saved, saved.synchronize
+            saves(0, self._num_layers)
+            saved = torch.cuda.Event()
+            saved.record(self._stream)
+        steps.wait_event(saved)
+        self._saved = saved
+        return saved.synchronize
+
+    def load(self, number: int, loads: _BlockCopies | None) -> None:
+        with torch.cuda.stream(self._stream):
             if loads is not None:
+                if self._async_saved is not None:  # to host memory that may be read here
+                    self._stream.wait_event(self._async_saved)
                 for layer in range(self._num_layers):
                     loads(layer, 1)
                     self._events[layer].record(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._under_way.append((number, done))
-        return wait_for_saves
 
-    def start_async(self, number: int, loads: _BlockCopies | None) -> None:
+    def start_async(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
         with torch.cuda.stream(self._async_stream):
             if self._saved is not None:
                 self._async_stream.wait_event(self._saved)
+            if saves is not None:
+                saves(0, self._num_layers)
+                self._async_saved = torch.cuda.Event()
+                self._async_saved.record(self._async_stream)
             if loads is not None:
                 loads(0, self._num_layers)
             done = torch.cuda.Event()
@@ -288,17 +303,21 @@ class _ThreadLanes:
     def forget_failure(self) -> None:
         self._pending.clamp_(min=0)
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
+    def save(self, saves: _BlockCopies | None) -> Callable[[], None]:
         if saves is not None:
             saves(0, len(self._pending))
+        return _nothing
+
+    def load(self, number: int, loads: _BlockCopies | None) -> None:
         if loads is not None:
             for layer in range(len(self._pending)):  # the step before may still wait for a load of its own
                 self.wait(layer)
             self._pending.fill_(1)
         self._jobs.put((number, loads))
-        return _nothing
 
-    def start_async(self, number: int, loads: _BlockCopies | None) -> None:
+    def start_async(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+        if saves is not None:
+            saves(0, len(self._pending))
         self._async_jobs.put((number, loads))
 
     def wait(self, layer: int) -> None:

@@ -55,8 +55,10 @@ class Offer:
         num_computed_tokens: int,
         num_external_tokens: int,
         load_kv_async: bool,
+        saves: Sequence[Copy] = (),
     ) -> None:
-        """The arguments of `update_state_after_alloc`."""
+        """The arguments of `update_state_after_alloc`, and for an asynchronous load, saves of the request's blocks that
+        go with it: their slots, held once, are its own from now on."""
         first, count = num_computed_tokens // self._block_size, num_external_tokens // self._block_size
         self.query_tokens += len(request.tokens) - num_computed_tokens
         self.hit_tokens += num_external_tokens
@@ -64,8 +66,9 @@ class Offer:
         slots = self._slots[:count]
         copies = [Copy(slot, block) for slot, block in zip(slots, block_ids[first:], strict=False)]
         if load_kv_async:
-            self._async_loads.append(AsyncLoad(self.num_async, tuple(copies)))
-            self._receiving[self.num_async] = _Receiving(request, slots, num_external_tokens)
+            self._async_loads.append(AsyncLoad(self.num_async, tuple(copies), tuple(saves)))
+            held = [*slots, *(copy.host for copy in saves)]
+            self._receiving[self.num_async] = _Receiving(request, held, num_external_tokens)
             self.num_async += 1
         else:
             self.loads += copies

@@ -42,7 +42,12 @@ class OffloadingScheduler:
         num_external_tokens: int,
         load_kv_async: bool = False,
     ) -> None:
-        self._offer.accept(request, block_ids, num_computed_tokens, num_external_tokens, load_kv_async)
+        saves: list[Copy] = []
+        if load_kv_async:  # what makes room for the load goes with it: no step has to wait for that either
+            mine = set(block_ids)
+            saves = [copy for copy in self._saves if copy.block_id in mine]
+            self._saves = [copy for copy in self._saves if copy.block_id not in mine]
+        self._offer.accept(request, block_ids, num_computed_tokens, num_external_tokens, load_kv_async, saves)
 
     def blocks_computed(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         """They are saved when the pool needs their room."""

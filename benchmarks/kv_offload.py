@@ -29,7 +29,8 @@ MAX_FILLERS = 200
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """`loads` and `saves` in blocks; `key` is None for an eager step."""
+    """In blocks: `loads`, which the step waits for, `async_loads`, which begin with it, and `saves`, which make room.
+    `key` is None for an eager step."""
 
     mode: str
     key: str | None
@@ -37,6 +38,7 @@ class Step:
     rows: int
     tokens: int
     loads: int
+    async_loads: int
     saves: int
 
 
@@ -56,7 +58,8 @@ class StepList:
                 rows=plan.num_rows,
                 tokens=plan.num_tokens,
                 loads=0 if meta is None else len(meta.loads),
-                saves=0 if meta is None else len(meta.saves),
+                async_loads=0 if meta is None else sum(len(load.copies) for load in meta.async_loads),
+                saves=0 if meta is None else len(meta.saves) + sum(len(load.saves) for load in meta.async_loads),
             )
         )
 
@@ -110,10 +113,9 @@ class Answer:
 
 
 class Offload:
-    """`num_layers` must be at least 2: copies of one layer are loads, copies of all of them saves."""
+    """Prompts are of ids below `vocab_size`."""
 
     def __init__(self, llm: LLM, num_layers: int, vocab_size: int) -> None:
-        assert num_layers >= 2
         self.llm, self.engine = llm, llm.engine
         self._num_layers = num_layers
         self._prompts = Prompts(vocab_size)
@@ -155,6 +157,10 @@ class Offload:
 
     def num_loaded(self) -> int:
         return self._connector_stats("loaded_blocks")
+
+    def num_async(self) -> int:
+        """Requests that were loaded for beside the steps."""
+        return self._connector_stats("async_loads")
 
     def _connector_stats(self, name: str) -> int:
         stats = self.llm.stats().connector
@@ -222,7 +228,8 @@ class Offload:
     @contextmanager
     def timed_copies(self) -> Iterator[CopyTimes]:
         """Every copy that the connector begins inside, on its own stream."""
-        times, original, last = CopyTimes(), ops.copy_blocks, self._num_layers - 1
+        times, original = CopyTimes(), ops.copy_blocks
+        pool = self.engine.runner.storage.pool.data_ptr()
         loading: list[Any] = []  # when the load that is under way began: its layers come one after another
 
         def copy_blocks(
@@ -233,12 +240,12 @@ class Offload:
             first_layer: int,
             num_layers: int,
         ) -> None:
-            load = num_layers == 1
+            load = target.data_ptr() == pool
             copied = times.loads if load else times.saves
             copied.num_bytes += source_ids.numel() * num_layers * source.shape[2]
             begin = loading.pop() if load and first_layer > 0 else self._now()
             original(source, target, source_ids, target_ids, first_layer, num_layers)
-            if load and first_layer < last:
+            if load and first_layer + num_layers < self._num_layers:
                 loading.append(begin)
             else:
                 copied.spans.append((begin, self._now()))

@@ -11,6 +11,9 @@ tpot  time between tokens of `--batch` requests while such a prompt arrives besi
       with one arrival against the window right before it, and the steps from the arrival to the newcomer's first token
       alone. Whatever the mean over the window is, it depends on how many steps one arrival is shared by.
 
+`--load` is the connector's option: by a step that waits layer by layer (sync), beside the steps (async), or as it suits
+what else runs (auto): alone by the step, beside others not. Each row of `tpot` says which it was (`loaded_by`).
+
 What was to be loaded was loaded, and nothing else was, or the measurement fails. FILE is written after each case.
 """
 
@@ -108,7 +111,11 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         cudagraph_mode=args.cudagraph_mode,
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": int(args.host_gib * (1 << 30)), "wait": args.wait},
+            "kv_connector_extra_config": {
+                "cpu_bytes_to_use": int(args.host_gib * (1 << 30)),
+                "wait": args.wait,
+                "load": args.load,
+            },
         },
     ) as llm:
         stats = llm.stats()
@@ -116,7 +123,8 @@ def measure(args: argparse.Namespace, report: dict[str, Any]) -> None:
         report |= {
             "dtype": stats.dtype,
             "environment": describe_environment(llm.engine.runner.state.arena.device),
-            "engine": engine_facts(stats) | {"wait": args.wait, "host_blocks": stats.connector.capacity_blocks},
+            "engine": engine_facts(stats)
+            | {"wait": args.wait, "load": args.load, "host_blocks": stats.connector.capacity_blocks},
             "started_s": time.perf_counter() - began,
         }
         offload = Offload(llm, shape["num_hidden_layers"], shape["vocab_size"])
@@ -145,8 +153,7 @@ def keep(args: argparse.Namespace, report: dict[str, Any], began: float) -> None
 
 
 def _answer_len(args: argparse.Namespace) -> int:
-    """Tokens of an answer in part `ttft`: to compare, and past the end of a block, where blocks that a one-token step
-    loaded become known to the pool."""
+    """Tokens of an answer in part `ttft`: enough to compare."""
     return int(args.block_size + 8)
 
 
@@ -256,6 +263,8 @@ def with_arrival(
 def _most_steps(args: argparse.Namespace) -> int:
     """Tokens that a request that decodes may come to have in a case; `Decoding.stop` finds out if they are too few."""
     arrival = -(-args.prompt_len // (args.max_num_batched_tokens - args.batch)) + SETTLE
+    if args.load != "sync":
+        arrival = max(arrival, args.window)  # of steps beside a load
     plain = 2 * args.window + arrival + 2 * SETTLE
     steps = (1 + args.rounds) * plain
     fillers = 3 + args.batch * steps // args.prompt_len  # the room of the newcomer, and what the others will grow into
@@ -281,8 +290,12 @@ def tpot(args: argparse.Namespace, offload: Offload, prompt: list[int], case: Ca
         raise UnexpectedError(f"{case.name}: a request was preempted")
     before = [ms for done in rounds for ms in done["before_ms"]]
     overlap = [ms for done in rounds for ms in done["window_ms"][: done["overlap_steps"]]]
+    ways = {done["loaded_by"] for done in rounds}
+    if len(ways) != 1:
+        raise UnexpectedError(f"{case.name}: loaded now by a step, now beside the steps")
     return {
         "case": case.name,
+        "loaded_by": ways.pop(),
         "runs_as": sorted(set(ran)),
         "last_context": context,
         "before": summary(before),
@@ -305,17 +318,19 @@ def _tpot_round(
             while not filler.request.finished:
                 decoding.tick()
     arriving = prompt if case.loads else offload.draw(args.prompt_len)
-    loaded = offload.num_loaded()
+    loaded, loads = offload.num_loaded(), offload.num_async()
     decoding.ticks(SETTLE)
     before = [seconds * 1e3 for seconds in decoding.ticks(args.window)]
     first_step = len(seen.steps)
     times, until, ttft_s, newcomer = with_arrival(decoding, offload, arriving, args.window)
     window = [seconds * 1e3 for seconds in times]
     mine = [step for step in seen.steps[first_step:] if step.rows > args.batch]
+    begins = [step for step in seen.steps[first_step:] if step.async_loads]
     found = _cacheable(args) if case.loads else 0
     blocks = offload.num_loaded() - loaded
     _expect(newcomer.request.num_cached_tokens, blocks, found, found // args.block_size, f"{case.name}, tpot")
-    saves = sum(step.saves for step in mine)
+    loaded_by = _loaded_by(args, case, offload.num_async() - loads)
+    saves = sum(step.saves for step in {id(step): step for step in (*begins, *mine)}.values())
     if (saves > 0) != case.full:
         raise UnexpectedError(f"{case.name}: {saves} blocks were saved to host memory")
     usual = statistics.fmean(before)
@@ -325,11 +340,21 @@ def _tpot_round(
         "overlap_steps": until,
         "newcomer_ttft_ms": ttft_s * 1e3,
         "loaded_blocks": blocks,
+        "loaded_by": loaded_by,
         "saved_blocks": saves,
         "window_ratio": statistics.fmean(window[: args.window]) / usual,
         "overlap_ratio": statistics.fmean(window[:until]) / usual,
         "runs_as": runs_as(mine),
     }
+
+
+def _loaded_by(args: argparse.Namespace, case: Case, num_async: int) -> str | None:
+    """Raises UnexpectedError for another way than was asked for."""
+    if args.load != "auto" and num_async != (case.loads and args.load == "async"):
+        raise UnexpectedError(f"{case.name}, --load {args.load}: {num_async} loads beside the steps")
+    if not case.loads:
+        return None
+    return "async" if num_async else "step"
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -352,7 +377,8 @@ def lines(report: dict[str, Any]) -> list[str]:
     work, engine, where = report["workload"], report["engine"], report["environment"]
     told = [
         f"{report['shape']}, {report['dtype']}, KV {engine['kv_cache_dtype']}, "
-        f"{where['device_name'] or where['device']}, mode {engine['mode']}, wait {engine['wait']}; "
+        f"{where['device_name'] or where['device']}, mode {engine['mode']}, wait {engine['wait']}, "
+        f"load {engine['load']}; "
         f"{report.get('seconds', 0.0):.0f} s"
     ]
     if report["ttft"]:
@@ -379,7 +405,9 @@ def lines(report: dict[str, Any]) -> list[str]:
         told.append(
             f"  {row['case']:<22} {row['before']['mean_ms']:9.3f} {row['window']['mean_ms']:9.3f} "
             f"{row['window_ratio']['median']:9.3f} {row['overlap_steps']['median']:9.0f} {over['median_ms']:9.3f} "
-            f"{over['p90_ms']:9.3f} {row['overlap_ratio']['median']:9.2f}  {', '.join(row['runs_as'])}"
+            f"{over['p90_ms']:9.3f} {row['overlap_ratio']['median']:9.2f}  "
+            + ("async load, then " if row["loaded_by"] == "async" else "")
+            + ", ".join(row["runs_as"])
         )
     return told
 
@@ -398,6 +426,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--window", type=int, default=50, help="steps of a window [50]")
     parser.add_argument("--host-gib", type=float, default=8.0, help="host memory [8]")
     parser.add_argument("--wait", default="events", help="events, hooks or step [events]")
+    parser.add_argument("--load", choices=("auto", "sync", "async"), default="auto", help="[auto]")
     parser.add_argument("--cudagraph-mode", default="FULL_AND_PIECEWISE", metavar="MODE", help="[FULL_AND_PIECEWISE]")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto", help="auto or fp8 [auto]")

@@ -155,6 +155,7 @@ class SamplingParams:
 
 class RequestStatus(enum.Enum):
     WAITING = "waiting"
+    WAITING_FOR_REMOTE_KVS = "waiting_for_remote_kvs"  # it has its blocks, and a connector loads into them
     RUNNING = "running"
     PREEMPTED = "preempted"
     FINISHED = "finished"

@@ -21,7 +21,9 @@ LATE_CYCLES = 90_000_000
 """Of the device's clock: some 50 ms."""
 
 
-def open_llm(model: TinyModel, device: torch.device, wait: str, mode: str = "FULL_AND_PIECEWISE") -> LLM:
+def open_llm(
+    model: TinyModel, device: torch.device, wait: str, mode: str = "FULL_AND_PIECEWISE", load: str = "sync"
+) -> LLM:
     return LLM(
         str(model.path),
         device=str(device),
@@ -34,7 +36,7 @@ def open_llm(model: TinyModel, device: torch.device, wait: str, mode: str = "FUL
         cudagraph_capture_sizes=[1, 2, 4, 16, 64],
         kv_transfer_config={
             "kv_connector": "OffloadingConnector",
-            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26, "wait": wait},
+            "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 26, "wait": wait, "load": load},
         },
     )
 
@@ -111,3 +113,53 @@ def test_a_slow_loader_is_waited_for(
             assert state.request.output_token_ids == model.greedy(other, 20)
         if wait == "hooks":
             assert counts_of(llm)["PIECEWISE", loading.decision.key.num_tokens, "needs host work"] == 1
+
+
+@pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.parametrize("late", ["loads", "saves"])
+def test_a_slow_asynchronous_load_holds_nobody_up(
+    small_model: ModelFactory, device: torch.device, wait: str, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copies into the pool begin 50 ms late, or those out of it, which must be over before a load overwrites a block.
+    The blocks that the load takes held another prompt, which is as it was when it comes back."""
+    model = small_model(num_hidden_layers=3)
+    others = prompts_of((5, 9), 512, seed=82)
+    original, num_late = ops.copy_blocks, 0
+
+    with open_llm(model, device, wait, load="async") as llm:
+        expected = [model.greedy(prompt, 6) for prompt in LONG]
+        for prompt in LONG:
+            llm.generate(prompt, greedy(3))
+        pool = llm.engine.runner.storage.pool.data_ptr()
+
+        def copy_blocks(source: Any, target: Any, *arguments: Any) -> None:
+            nonlocal num_late
+            if (target.data_ptr() == pool) == (late == "loads"):
+                torch.cuda._sleep(LATE_CYCLES)
+                num_late += 1
+            original(source, target, *arguments)
+
+        monkeypatch.setattr(ops, "copy_blocks", copy_blocks)
+        states = [llm.engine.add_request(f"o{i}", other, greedy(40)) for i, other in enumerate(others)]
+        while min(state.num_tokens for state in states) < 4:
+            llm.engine.step()
+        with launches(llm) as launched:
+            hit = llm.engine.add_request("hit", LONG[0], greedy(6))
+            while not hit.num_tokens:
+                llm.engine.step()
+        assert num_late > 0
+        beside = [step for step in launched if step.plan.num_rows == 2]
+        assert len(beside) > (20 if late == "loads" else 0)
+        assert all(step.decision.mode.value == "FULL" for step in beside)
+        while llm.engine.has_unfinished:
+            llm.engine.step()
+        assert hit.request.num_cached_tokens == 64
+        assert hit.request.output_token_ids == expected[0]
+        for other, state in zip(others, states, strict=True):
+            assert state.request.output_token_ids == model.greedy(other, 40)
+        for prompt, tokens in zip(LONG, expected, strict=True):
+            assert llm.generate(prompt, greedy(6))[0].outputs[0].token_ids == tokens
+        stats = llm.stats().connector
+        assert stats is not None and stats.async_loads > 1 and stats.failed_loads == 0
+        llm.engine.settle()
+        llm.engine.scheduler.check_integrity()

@@ -148,7 +148,7 @@ def test_a_connector_shows(model: TinyModel, tmp_path: Path) -> None:
     assert second.total("kv_connector_deferred_requests_total") == 1
     for name in ("load_failures_total", "save_failures_total"):
         assert first.total(f"kv_connector_{name}") == second.total(f"kv_connector_{name}") == 0
-    assert second.total("kv_connector_waiting_requests") == 0
+    assert second.total("kv_connector_waiting_requests") == second.total("kv_connector_async_loads_total") == 0
 
 
 def test_histogram_bounds_are_inclusive() -> None:

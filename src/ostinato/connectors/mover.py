@@ -2,7 +2,8 @@
 
 On CUDA both directions run on a stream of their own, as a kernel that reads or writes pinned host memory itself, with
 an event a layer; steps wait for those events, by name of the layer, where and how `Wait` says. On the CPU a thread
-copies, and a step waits for a counter in memory instead of an event.
+copies, and a step waits for a counter in memory instead of an event. Asynchronous loads have another stream, or thread:
+a step waits for saves, which must not stand behind a long load that no step waits for.
 
 N blocks of the pool, L layers, E elements of a block's layer, L * E of a block.
 """
@@ -24,7 +25,7 @@ from ostinato.kv.storage import KVStorage
 
 logger = logging.getLogger("ostinato")
 
-__all__ = ["BlockMover", "Copy", "HostBlocks", "Transfers"]
+__all__ = ["AsyncLoad", "BlockMover", "Copy", "HostBlocks", "Loaded", "Transfers"]
 
 
 class Copy(NamedTuple):
@@ -34,13 +35,31 @@ class Copy(NamedTuple):
     block_id: int
 
 
+class AsyncLoad(NamedTuple):
+    """Copies that no step waits for, or none: it is then done once those before it are. Numbers are its own. `saves`
+    are of blocks that nothing but this load, and what comes after it, overwrites."""
+
+    number: int
+    copies: tuple[Copy, ...]
+    saves: tuple[Copy, ...] = ()
+
+
+class Loaded(NamedTuple):
+    """An `AsyncLoad` is done: whether its copies succeeded."""
+
+    number: int
+    succeeded: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """What one step has to move. Saves come first: a block may be saved and then loaded with another content."""
+    """What one step has to move, and what begins with it. Saves come first: a block may be saved and then loaded with
+    another content."""
 
     number: int
     saves: tuple[Copy, ...] = ()
     loads: tuple[Copy, ...] = ()
+    async_loads: tuple[AsyncLoad, ...] = ()
 
 
 class HostBlocks:
@@ -91,8 +110,11 @@ class BlockMover:
             return _nothing
         assert isinstance(meta, Transfers)
         self._loading = bool(meta.loads)
-        saves, loads = self._copies(meta.saves, load=False), self._copies(meta.loads, load=True)
-        wait_for_saves = self._lanes.start(meta.number, saves, loads)
+        wait_for_saves = self._lanes.save(self._copies(meta.saves, load=False))
+        for load in meta.async_loads:  # before the step's loads, which may be of what these save
+            saves = self._copies(load.saves, load=False)
+            self._lanes.start_async(load.number, saves, self._copies(load.copies, load=True))
+        self._lanes.load(meta.number, self._copies(meta.loads, load=True))
         if self._loading and self._wait is Wait.STEP:
             for layer in range(self._num_layers):
                 self._lanes.wait(layer)
@@ -160,32 +182,42 @@ class _Lanes(Protocol):
     def forget_failure(self) -> None:
         """A load that failed has failed its step: it is nothing to later ones."""
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
-        """Begins both, saves first. Whatever is launched afterwards comes after the saves; what is returned waits for
-        them on the host."""
+    def save(self, saves: _BlockCopies | None) -> Callable[[], None]:
+        """Whatever is launched afterwards comes after the saves; what is returned waits for them on the host."""
+
+    def load(self, number: int, loads: _BlockCopies | None) -> None:
+        """Begins what a step waits for, after all saves so far. Transfer `number` is done with it."""
+
+    def start_async(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+        """Begins a load that nothing waits for, after the saves so far and its own. Later loads come after these saves.
+        Without a load, what there is to report is that those before it are done."""
 
     def wait(self, layer: int) -> None:
         """What follows comes after the newest load of this layer."""
 
     def finished(self) -> list[object]:
-        """Numbers of what is done since the last call, or has failed."""
+        """Numbers of what is done since the last call, or has failed, and `Loaded` for each asynchronous load. What is
+        launched afterwards comes after those."""
 
     def close(self) -> None: ...
 
 
 class _StreamLanes:
-    """A stream beside that of the steps. It never waits for them: a block that is saved was completed by a step that
-    has been collected, and one that is loaded was free since before (the scheduler's fences). So no step can wait for a
-    load that waits for the step."""
+    """Two streams beside that of the steps, the second for asynchronous loads. They never wait for steps: a block that
+    is saved was completed by a step that has been collected, and one that is loaded was free since before (the
+    scheduler's fences). So no step can wait for a load that waits for the step."""
 
     def __init__(self, device: torch.device, num_layers: int) -> None:
         self._num_layers = num_layers
         with torch.cuda.device(device):
-            self._stream = torch.cuda.Stream()
+            self._stream, self._async_stream = torch.cuda.Stream(), torch.cuda.Stream()
             self._events = [torch.cuda.Event(external=True) for _ in range(num_layers)]
             for event in self._events:  # one that was never recorded does not exist yet: a graph would not wait for it
                 event.record(self._stream)
+        self._saved: torch.cuda.Event | None = None  # the newest saves
+        self._async_saved: torch.cuda.Event | None = None  # those of asynchronous loads
         self._under_way: list[tuple[int, torch.cuda.Event]] = []
+        self._async_under_way: list[tuple[int, torch.cuda.Event]] = []
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ()
@@ -193,24 +225,43 @@ class _StreamLanes:
     def forget_failure(self) -> None:
         """The device tells of its faults itself."""
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
+    def save(self, saves: _BlockCopies | None) -> Callable[[], None]:
+        if saves is None:
+            return _nothing
         steps = torch.cuda.current_stream()
-        wait_for_saves: Callable[[], None] = _nothing
         with torch.cuda.stream(self._stream):
-            if saves is not None:
-                saves(0, self._num_layers)
-                saved = torch.cuda.Event()
-                saved.record(self._stream)
-                steps.wait_event(saved)
-                wait_for_saves = saved.synchronize
+            saves(0, self._num_layers)
+            saved = torch.cuda.Event()
+            saved.record(self._stream)
+        steps.wait_event(saved)
+        self._saved = saved
+        return saved.synchronize
+
+    def load(self, number: int, loads: _BlockCopies | None) -> None:
+        with torch.cuda.stream(self._stream):
             if loads is not None:
+                if self._async_saved is not None:  # to host memory that may be read here
+                    self._stream.wait_event(self._async_saved)
                 for layer in range(self._num_layers):
                     loads(layer, 1)
                     self._events[layer].record(self._stream)
             done = torch.cuda.Event()
             done.record(self._stream)
         self._under_way.append((number, done))
-        return wait_for_saves
+
+    def start_async(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+        with torch.cuda.stream(self._async_stream):
+            if self._saved is not None:
+                self._async_stream.wait_event(self._saved)
+            if saves is not None:
+                saves(0, self._num_layers)
+                self._async_saved = torch.cuda.Event()
+                self._async_saved.record(self._async_stream)
+            if loads is not None:
+                loads(0, self._num_layers)
+            done = torch.cuda.Event()
+            done.record(self._async_stream)
+        self._async_under_way.append((number, done))
 
     def wait(self, layer: int) -> None:
         self._events[layer].wait()
@@ -219,21 +270,32 @@ class _StreamLanes:
         done: list[object] = []
         while self._under_way and self._under_way[0][1].query():
             done.append(self._under_way.pop(0)[0])
+        while self._async_under_way and self._async_under_way[0][1].query():
+            number, loaded = self._async_under_way.pop(0)
+            torch.cuda.current_stream().wait_event(loaded)  # costs nothing any more, and orders the two streams
+            done.append(Loaded(number, succeeded=True))
         return done
 
     def close(self) -> None:
         self._stream.synchronize()
+        self._async_stream.synchronize()
 
 
 class _ThreadLanes:
-    """A thread. `pending` [L] int32 is 1 while a layer is being loaded, 0 when it is there, -1 when that failed."""
+    """Two threads, the second for asynchronous loads; saves are done at once. `pending` [L] int32 is 1 while a layer is
+    being loaded, 0 when it is there, -1 when that failed."""
 
     def __init__(self, num_layers: int) -> None:
         self._pending = torch.zeros(num_layers, dtype=torch.int32)
         self._jobs: queue.SimpleQueue[tuple[int, _BlockCopies | None] | None] = queue.SimpleQueue()
+        self._async_jobs: queue.SimpleQueue[tuple[int, _BlockCopies | None] | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[object] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ostinato-kv", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._run, name="ostinato-kv", daemon=True),
+            threading.Thread(target=self._run_async, name="ostinato-kv-async", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield "connector.pending", self._pending
@@ -241,15 +303,22 @@ class _ThreadLanes:
     def forget_failure(self) -> None:
         self._pending.clamp_(min=0)
 
-    def start(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> Callable[[], None]:
+    def save(self, saves: _BlockCopies | None) -> Callable[[], None]:
         if saves is not None:
             saves(0, len(self._pending))
+        return _nothing
+
+    def load(self, number: int, loads: _BlockCopies | None) -> None:
         if loads is not None:
             for layer in range(len(self._pending)):  # the step before may still wait for a load of its own
                 self.wait(layer)
             self._pending.fill_(1)
         self._jobs.put((number, loads))
-        return _nothing
+
+    def start_async(self, number: int, saves: _BlockCopies | None, loads: _BlockCopies | None) -> None:
+        if saves is not None:
+            saves(0, len(self._pending))
+        self._async_jobs.put((number, loads))
 
     def wait(self, layer: int) -> None:
         ops.wait_loaded(self._pending, layer)
@@ -262,7 +331,9 @@ class _ThreadLanes:
 
     def close(self) -> None:
         self._jobs.put(None)
-        self._thread.join()
+        self._async_jobs.put(None)
+        for thread in self._threads:
+            thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -276,3 +347,15 @@ class _ThreadLanes:
                     logger.exception("loading KV failed")
                     self._pending.fill_(-1)
             self._done.put(number)
+
+    def _run_async(self) -> None:
+        while (job := self._async_jobs.get()) is not None:
+            number, loads = job
+            succeeded = True
+            if loads is not None:
+                try:
+                    loads(0, len(self._pending))
+                except Exception:
+                    logger.exception("loading KV failed; it is computed")
+                    succeeded = False
+            self._done.put(Loaded(number, succeeded))

@@ -11,14 +11,23 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ostinato.request import Request
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["ConnectorStats", "KVConnector", "KVConnectorScheduler", "KVConnectorWorker", "Wait"]
+__all__ = [
+    "AsyncKVConnectorScheduler",
+    "ConnectorStats",
+    "KVConnector",
+    "KVConnectorScheduler",
+    "KVConnectorWorker",
+    "LoadedKV",
+    "Matched",
+    "Wait",
+]
 
 
 class Wait(enum.StrEnum):
@@ -36,7 +45,8 @@ class Wait(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectorStats:
-    """Since the start. `hit_tokens` of `query_tokens` that the prefix cache did not hold came from the connector.
+    """Since the start. `hit_tokens` of `query_tokens` that the prefix cache did not hold came from the connector, for
+    `async_loads` requests without a step that waits for them.
 
     `held_blocks` of at most `capacity_blocks` are in host memory now. `deferred_requests` had to wait until it was
     known what can be loaded. `failed_loads` are attempts that broke off, so that the rest was computed; `failed_saves`
@@ -53,6 +63,19 @@ class ConnectorStats:
     failed_loads: int = 0
     failed_saves: int = 0
     pending_saves: int = 0
+    async_loads: int = 0
+
+
+Matched = int | tuple[int | None, bool | None] | None
+"""What `get_num_new_matched_tokens` may return."""
+
+
+class LoadedKV(NamedTuple):
+    """An asynchronous load that writes no more. The first `num_tokens` of its tokens are there, in full blocks; the
+    others will be computed."""
+
+    request: Request
+    num_tokens: int
 
 
 class KVConnectorScheduler(Protocol):
@@ -60,9 +83,14 @@ class KVConnectorScheduler(Protocol):
 
     def get_num_new_matched_tokens(
         self, request: Request, block_hashes: Sequence[bytes], num_computed_tokens: int
-    ) -> int | None:
+    ) -> Matched:
         """Tokens beyond the first `num_computed_tokens`, in full blocks, whose KV can be loaded. `block_hashes` are
-        those of the blocks that may be: not of the last known token's. None: not known yet, ask at a later step."""
+        those of the blocks that may be: not of the last known token's. None: not known yet, ask at a later step.
+
+        Or, as in vLLM, that number and `load_kv_async`, for an `AsyncKVConnectorScheduler`: True to load without a step
+        that waits, False to load in the step that admits the request, as for a number alone; here also None, for
+        whichever suits what else runs.
+        """
 
     def update_state_after_alloc(
         self, request: Request, block_ids: Sequence[int], num_computed_tokens: int, num_external_tokens: int
@@ -78,7 +106,7 @@ class KVConnectorScheduler(Protocol):
 
     def build_connector_meta(self) -> object | None:
         """What the worker's side has to do for the step that was just planned; None for nothing. Asked without a step
-        too, when none may come: there is then nothing to load, and what is to be saved is saved at once."""
+        too, when none may come: there is then nothing that a step loads, and the rest is begun at once."""
 
     def update_connector_output(self, finished: Sequence[object]) -> None:
         """What the worker's side reports as done (`get_finished`)."""
@@ -101,6 +129,30 @@ class KVConnectorScheduler(Protocol):
         """After the worker's side. Safe to call twice."""
 
 
+@runtime_checkable
+class AsyncKVConnectorScheduler(KVConnectorScheduler, Protocol):
+    """One that can load KV into the blocks of a request while steps run that the request has no part in.
+
+    Such a load is part of the next meta, with a step or without one; no step waits for it. Its blocks stay the
+    request's until it is reported, whatever becomes of the request. So every load must be: one that fails, one whose
+    request has ended, and one whose meta was dropped, each once nothing of it can write any more.
+    """
+
+    def update_state_after_alloc(
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+        load_kv_async: bool = False,
+    ) -> None:
+        """With `load_kv_async` the load is one of these: at most one for a request at a time."""
+
+    def get_finished_recving(self) -> Sequence[LoadedKV]:
+        """Those that have ended since the last call, as far as `update_connector_output` has heard. Steps launched from
+        now on find what was loaded."""
+
+
 class KVConnectorWorker(Protocol):
     """Called where steps are launched."""
 
@@ -115,7 +167,9 @@ class KVConnectorWorker(Protocol):
 
     def start_load_kv(self, meta: object | None) -> None:
         """Before a step is launched: begins what its meta asks for. The step may overwrite blocks that are being saved,
-        so it must be made to wait for that; not for loads, unless `wait` is STEP."""
+        so it must be made to wait for that; not for loads, unless `wait` is STEP, and never for asynchronous ones. They
+        may overwrite blocks that are being saved too, and must come after. Also called without a step, for saves and
+        asynchronous loads."""
 
     def wait_for_layer_load(self, layer: int) -> None:
         """HOOKS: on the host, before this layer's attention."""

@@ -28,6 +28,7 @@ GROUP = "ostinato.kv_connectors"
 ROLES = ("kv_both", "kv_producer", "kv_consumer")
 DEFAULT_PORT = 14579
 """vLLM's."""
+_LOADS: dict[str, bool | None] = {"auto": None, "sync": False, "async": True}
 _FIELDS = ("kv_connector", "kv_role", "kv_ip", "kv_port", "kv_connector_extra_config")
 
 
@@ -69,6 +70,14 @@ class ConnectorContext:
         except ValueError:
             raise _wrong(f"wait={value!r}: must be {', '.join(Wait)}") from None
 
+    def load_kv_async(self) -> bool | None:
+        """`extra["load"]`: "sync" is False, "async" True, and "auto", the default, None: as it suits what else runs
+        (`KVConnectorScheduler.get_num_new_matched_tokens`). Raises ConfigError."""
+        value = self.extra.get("load", "auto")
+        if not isinstance(value, str) or value not in _LOADS:
+            raise _wrong(f"load={value!r}: must be {', '.join(_LOADS)}")
+        return _LOADS[value]
+
     def whole(self, name: str, default: int, least: int = 1) -> int:
         """A whole number from `extra`. Raises ConfigError."""
         value = self.extra.get(name, default)
@@ -101,14 +110,14 @@ def _offloading(context: ConnectorContext) -> KVConnector:
     from ostinato.connectors.mover import BlockMover, HostBlocks
     from ostinato.connectors.offloading import OffloadingScheduler
 
-    context.check_options({"cpu_bytes_to_use", "wait"})
+    context.check_options({"cpu_bytes_to_use", "wait", "load"})
     if context.role != "kv_both":
         raise ConfigError(f"kv_role={context.role!r}: OffloadingConnector keeps what it gives, kv_both")
     size = context.storage.block_bytes
     capacity = max(1, context.whole("cpu_bytes_to_use", 4 << 30) // size)
     host = HostBlocks(context.storage, capacity)
     mover = BlockMover(context.storage, host, context.wait())
-    return KVConnector(OffloadingScheduler(capacity, context.block_size), mover)
+    return KVConnector(OffloadingScheduler(capacity, context.block_size, context.load_kv_async()), mover)
 
 
 _BUILT_IN: dict[str, Callable[[ConnectorContext], KVConnector]] = {

@@ -2,7 +2,7 @@
 
 Blocks are saved when they are complete, so that what a process has computed outlives it, and not only what its pool had
 no more room for. A prompt that the pool does not know waits while a thread asks the store for its blocks; others go
-first. What has come is loaded as from any host memory (`mover`), layer by layer; what has not is computed.
+first. What has come is loaded as from any host memory (`mover`); what has not is computed.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from ostinato.connectors.fetcher import Fetch, Fetcher
 from ostinato.connectors.host_index import HostIndex
-from ostinato.connectors.mover import Copy, Transfers
+from ostinato.connectors.mover import Copy, Loaded, Transfers
 from ostinato.connectors.offer import Offer
-from ostinato.connectors.protocol import ConnectorStats
+from ostinato.connectors.protocol import ConnectorStats, LoadedKV, Matched
 from ostinato.request import Request
 
 __all__ = ["StagedScheduler", "StagedTransfers", "Written"]
@@ -42,7 +42,8 @@ class StagedScheduler:
     saved.
 
     `has(digest)` says whether the store has a block, as far as it knows without looking: those are not saved again. A
-    request waits for `load_timeout_s` at most. `close` closes the store.
+    request waits for `load_timeout_s` at most. `load_kv_async`: as `get_num_new_matched_tokens` is to answer. `close`
+    closes the store.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class StagedScheduler:
         has: Callable[[bytes], bool] | None,
         load_timeout_s: float,
         close: Callable[[], None],
+        load_kv_async: bool | None = None,
     ) -> None:
         self._block_size, self._index, self._lock = block_size, index, lock
+        self._load_kv_async = load_kv_async
         self._fetcher, self._load_timeout_s, self._close = fetcher, load_timeout_s, close
         self._reads, self._writes, self._has = fetcher is not None, writes, has
         self._fetches: dict[str, Fetch] = {}  # by request
@@ -74,7 +77,7 @@ class StagedScheduler:
 
     def get_num_new_matched_tokens(
         self, request: Request, block_hashes: Sequence[bytes], num_computed_tokens: int
-    ) -> int | None:
+    ) -> Matched:
         self._offer.withdraw()
         self._hashes = block_hashes
         if self._fetcher is None or not self._reads:
@@ -84,12 +87,17 @@ class StagedScheduler:
         if found < len(wanted) and not self._has_asked(self._fetcher, request, wanted[found:]):
             self._offer.withdraw()
             return None
-        return found * self._block_size
+        return found * self._block_size, self._load_kv_async
 
     def update_state_after_alloc(
-        self, request: Request, block_ids: Sequence[int], num_computed_tokens: int, num_external_tokens: int
+        self,
+        request: Request,
+        block_ids: Sequence[int],
+        num_computed_tokens: int,
+        num_external_tokens: int,
+        load_kv_async: bool = False,
     ) -> None:
-        self._offer.accept(request, block_ids, num_computed_tokens, num_external_tokens)
+        self._offer.accept(request, block_ids, num_computed_tokens, num_external_tokens, load_kv_async)
         self._drop_fetch(request)
         if self._has is not None:  # what the store has forgotten since, while the pool still has it
             computed = block_ids[: num_computed_tokens // self._block_size]
@@ -108,10 +116,10 @@ class StagedScheduler:
 
     def build_connector_meta(self) -> StagedTransfers | None:
         self._offer.withdraw()
-        if not self._saves and not self._offer.loads:
+        if not self._saves and not self._offer.has_loads:
             return None
         saves, digests = tuple(copy for copy, _ in self._saves), tuple(digest for _, digest in self._saves)
-        meta = StagedTransfers(self._number, saves, self._offer.take_loads(), digests)
+        meta = StagedTransfers(self._number, saves, self._offer.take_loads(), self._offer.take_async_loads(), digests)
         self._loading[meta.number] = [copy.host for copy in meta.loads]
         if saves:
             self._writing[meta.number] = [(copy.host, digest) for copy, digest in self._saves]
@@ -120,8 +128,11 @@ class StagedScheduler:
         return meta
 
     def update_connector_output(self, finished: Sequence[object]) -> None:
-        with self._lock:
-            for item in finished:
+        for item in finished:
+            if isinstance(item, Loaded):
+                self._offer.end(item)
+                continue
+            with self._lock:
                 if isinstance(item, Written):
                     self._take_written(item)
                 else:
@@ -129,7 +140,12 @@ class StagedScheduler:
                     self._index.release(self._loading.pop(item, ()))
 
     def step_dropped(self, meta: object) -> None:
-        """The worker's side tells of every transfer, of those that never began too."""
+        """The worker's side tells of every transfer, of those that never began too; not of asynchronous loads."""
+        assert isinstance(meta, StagedTransfers)
+        self._offer.fail(meta.async_loads)
+
+    def get_finished_recving(self) -> list[LoadedKV]:
+        return self._offer.take_received()
 
     def request_finished(self, request: Request) -> None:
         self._drop_fetch(request)
@@ -162,9 +178,12 @@ class StagedScheduler:
             held_blocks=len(self._index),
             capacity_blocks=self._index.capacity,
             deferred_requests=self._deferred,
-            failed_loads=self._late + (0 if self._fetcher is None else self._fetcher.num_failures),
+            failed_loads=self._late
+            + self._offer.num_failed
+            + (0 if self._fetcher is None else self._fetcher.num_failures),
             failed_saves=self._failed_saves,
             pending_saves=len(self._saving),
+            async_loads=self._offer.num_async,
         )
 
     def close(self) -> None:

@@ -27,7 +27,7 @@ __all__ = ["STAGED_OPTIONS", "StagedWorker", "connector_over"]
 
 logger = logging.getLogger("ostinato")
 
-STAGED_OPTIONS = {"cpu_bytes_to_use", "wait", "io_threads", "load_timeout_s"}
+STAGED_OPTIONS = {"cpu_bytes_to_use", "wait", "load", "io_threads", "load_timeout_s"}
 """Options of every connector over a store; each adds its own."""
 
 
@@ -114,14 +114,15 @@ def connector_over(
     """Both sides of a connector that keeps blocks in `store`, which it owns from now on.
 
     `has(digest)` tells, at once, whether the store has a block as far as it knows. Options in `context.extra`
-    (STAGED_OPTIONS): `cpu_bytes_to_use`, host memory on the way; `wait`; `io_threads`, reads at once; `load_timeout_s`,
-    after which a request computes what has not come. Raises ConfigError for one of them, and closes the store then.
+    (STAGED_OPTIONS): `cpu_bytes_to_use`, host memory on the way; `wait`; `load`; `io_threads`, reads at once;
+    `load_timeout_s`, after which a request computes what has not come. Raises ConfigError for one of them, and closes
+    the store then.
     """
     try:
         block_bytes = context.block_bytes
         capacity = max(1, context.whole("cpu_bytes_to_use", default_bytes) // block_bytes)
         num_threads = context.whole("io_threads", 4)
-        load_timeout_s = context.seconds("load_timeout_s", 30.0)
+        load_timeout_s, load_kv_async = context.seconds("load_timeout_s", 30.0), context.load_kv_async()
         host = HostBlocks(context.storage, capacity)
         worker = StagedWorker(context.storage, host, context.wait(), store)
     except BaseException:
@@ -142,5 +143,6 @@ def connector_over(
         has=has,
         load_timeout_s=load_timeout_s,
         close=store.close,
+        load_kv_async=load_kv_async,
     )
     return KVConnector(scheduler, worker)

@@ -22,6 +22,9 @@ logger = logging.getLogger("ostinato")
 CONNECTOR_WAIT_S = 0.01
 """For how long a step waits at most when all there is to run waits for KV from a connector. A new request waits too."""
 
+LOAD_POLL_S = 0.0005
+"""Between two looks at asynchronous loads when there is no step to wait for."""
+
 RECORDING_SHARE = 0.05
 """Of the time while requests run, what may go into recording keys that were put off."""
 
@@ -122,10 +125,14 @@ class Engine:
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.plan()
             if plan is None:
+                if self.scheduler.is_loading:
+                    self._transfer_without_a_step()
                 break
             self._in_flight.append(self._launch(plan))
         if not self._in_flight:
-            if self._connector is not None and self.scheduler.num_deferred:
+            if self.scheduler.is_loading:
+                self._wait_for_loads()
+            elif self._connector is not None and self.scheduler.num_deferred:
                 self._connector.scheduler.wait_for_change(CONNECTOR_WAIT_S)
                 self.poll_connector()
             elif self.scheduler.has_unfinished:
@@ -136,10 +143,14 @@ class Engine:
         return [*self._take_settled(), *self._collect()]
 
     def settle(self) -> None:
-        """Collects every launched step, so that nothing is in flight. The next `step` returns what they gave."""
+        """Collects every launched step and waits for every asynchronous load, so that nothing is in flight. The next
+        `step` returns what the steps gave."""
         while self._in_flight:
             self._settled += self._collect()
-        self._save_without_a_step()  # what comes next may take the blocks, or the memory behind them
+        self._transfer_without_a_step()  # what comes next may take the blocks, or the memory behind them
+        while self.scheduler.is_loading:
+            self._wait_for_loads()
+            self._transfer_without_a_step()  # what was loaded may have to be saved elsewhere
 
     def idle(self) -> bool:
         """For a caller that has nothing to step: does a piece of work that was put off, and says whether it did."""
@@ -195,12 +206,20 @@ class Engine:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def poll_connector(self) -> None:
-        """Tells the connector's scheduler side what its worker side has done. Steps do so too."""
+        """Tells the connector's scheduler side what its worker side has done, and the scheduler what it has loaded.
+        Steps do so too."""
         if self._connector is not None:
             self._connector.scheduler.update_connector_output(self._connector.worker.get_finished())
+            self.scheduler.take_loaded()
 
-    def _save_without_a_step(self) -> None:
-        """What the connector wants to save goes with the next step; where none may come, at once."""
+    def _wait_for_loads(self) -> None:
+        """For a moment: new requests and whoever wants to stop must not wait for a load's end."""
+        time.sleep(LOAD_POLL_S)
+        self.poll_connector()
+
+    def _transfer_without_a_step(self) -> None:
+        """What the connector wants to save or to load asynchronously goes with the next step; where none may come, at
+        once."""
         if self._connector is None or (meta := self._connector.scheduler.build_connector_meta()) is None:
             return
         try:
@@ -222,7 +241,7 @@ class Engine:
                 output.add_prompt_logprobs(rows)
         deltas = [delta for event in self.scheduler.update(oldest.plan, result) if (delta := self._delta(event))]
         if not self.scheduler.has_unfinished and not self._in_flight:
-            self._save_without_a_step()
+            self._transfer_without_a_step()
         return deltas
 
     def _launch(self, plan: StepPlan) -> InFlight:

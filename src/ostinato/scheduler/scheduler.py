@@ -12,9 +12,11 @@ The rules, in order:
 3. Waiting requests are admitted in the same order, without overtaking, as long as a row is free and the blocks for all
    their known tokens are, beside one block that each running row may grow into.
 4. Rows and blocks let go of are reused only after every step launched before has been collected (see `in_flight`).
+5. A request whose KV a connector loads without a step has its blocks and counts as a row from the load's begin. Once it
+   is there, it goes before all that wait (see `loads`).
 
-With no step in flight and a request unfinished, `plan` always makes progress: the best request fits alone (`add`
-refuses those that do not).
+With no step and no load in flight and a request unfinished, `plan` always makes progress: the best request fits alone
+(`add` refuses those that do not).
 """
 
 from __future__ import annotations
@@ -23,18 +25,22 @@ import heapq
 from bisect import insort
 from typing import NamedTuple
 
-from ostinato.connectors.protocol import KVConnectorScheduler
+from ostinato.connectors.protocol import AsyncKVConnectorScheduler, KVConnectorScheduler
 from ostinato.errors import ConfigError, OstinatoError
 from ostinato.kv.manager import KVManager, PrefixHit
 from ostinato.request import FinishReason, Request, RequestStatus, TokenGrammar
 from ostinato.scheduler.draft import Draft, num_planned
 from ostinato.scheduler.in_flight import InFlight
 from ostinato.scheduler.limits import Limits
+from ostinato.scheduler.loads import Loads
 from ostinato.scheduler.queue import WaitingQueue, order
 from ostinato.scheduler.stop import check_stop, max_length
 from ostinato.step import StepPlan, StepResult, TokenLogprobs
 
-__all__ = ["Scheduler", "TokenEvent"]
+__all__ = ["MIN_ASYNC_TOKENS", "Scheduler", "TokenEvent"]
+
+MIN_ASYNC_TOKENS = 256
+"""Loads of fewer are left to a step beside others too: 256 are 32 MiB of an 8B model's, a small part of its step."""
 
 
 class TokenEvent(NamedTuple):
@@ -65,6 +71,7 @@ class Scheduler:
         connector: KVConnectorScheduler | None = None,
     ) -> None:
         self._connector = connector
+        self._async_connector = connector if isinstance(connector, AsyncKVConnectorScheduler) else None
         self._limits = Limits(max_num_seqs, max_num_batched_tokens, max_model_len)
         on_evict = None if connector is None else connector.block_evicted
         self._kv = KVManager(num_blocks, block_size, enable_prefix_caching, on_evict)
@@ -73,6 +80,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(max_num_seqs))  # a heap: the lowest goes first, which keeps batches dense
         self._in_flight = InFlight()
+        self._loads = Loads()
         self._unadmitted: set[str] = set()  # running, but the device's row knows nothing of them yet
         self._num_deferred = 0
         self._num_added = 0
@@ -86,12 +94,23 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Those without a row."""
+        return len(self._waiting) + len(self._loads)
 
     @property
     def num_deferred(self) -> int:
         """Of those that wait, the ones that the last plan left for later because KV is on its way to them."""
         return self._num_deferred
+
+    @property
+    def num_loading(self) -> int:
+        """Of those that wait, the ones whose blocks are being loaded."""
+        return self._loads.num_under_way
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether an asynchronous load may still write into blocks, its request's or nobody's any more."""
+        return self._loads.any_under_way
 
     @property
     def num_running(self) -> int:
@@ -158,8 +177,11 @@ class Scheduler:
         draft = Draft(self._limits.max_num_batched_tokens)
         num_preempted = self._num_preemptions
         self._plan_running(draft)
-        if not draft.short and self._num_preemptions == num_preempted:
-            self._plan_waiting(draft)
+        if not draft.short:
+            if self._num_preemptions == num_preempted:
+                self._plan_waiting(draft)
+            elif not draft:  # all rows gave way to requests that have blocks and no row
+                self._admit_loaded(draft)
         if not draft:
             return None
         meta = None if self._connector is None else self._connector.build_connector_meta()
@@ -190,8 +212,10 @@ class Scheduler:
                 request.num_in_flight -= 1
                 request.tokens.append(token_id)
             end = start + num_tokens
-            # one token fills a block only at the block's end; a preempted request's table is gone
-            if (num_tokens > 1 or end % block_size == 0) and request.status is RequestStatus.RUNNING:
+            # one token fills a block only at the block's end, and what was loaded ends where the row began; a preempted
+            # request's table is gone
+            register = num_tokens > 1 or end % block_size == 0 or start % block_size == 0
+            if register and request.status is RequestStatus.RUNNING:
                 blocks = self._kv.register_full_blocks(request, end)
                 if blocks and self._connector is not None:
                     self._connector.blocks_computed(blocks)
@@ -203,6 +227,20 @@ class Scheduler:
                     finished = self._follow(request, request.grammar, token_id)
                 events.append(TokenEvent(request, token_id, row_logprobs, finished))
         return events
+
+    def take_loaded(self) -> None:
+        """Take in what the connector says of asynchronous loads: their requests go on with the next plan."""
+        if self._async_connector is None or not self._loads.any_under_way:
+            return
+        for request, num_tokens in self._async_connector.get_finished_recving():
+            abandoned = self._loads.end(request)
+            if abandoned is not None:
+                self._kv.release(abandoned)
+                continue
+            request.num_computed += num_tokens
+            blocks = self._kv.register_full_blocks(request, request.num_computed)
+            if blocks:
+                self._async_connector.blocks_computed(blocks)
 
     def discard(self, plan: StepPlan, message: str) -> list[Request]:
         """A planned step was not launched, or cannot be collected: fail its requests and forget it. Returns them."""
@@ -216,10 +254,11 @@ class Scheduler:
 
     def preempt_all(self, *, weights_changed: bool = False) -> None:
         """The KV cache loses its content: every running request will be recomputed, and no prefix is found any more;
-        nor in a connector, if the content itself does not hold."""
+        nor in a connector, if the content itself does not hold. Loads under way still write into their blocks."""
         if weights_changed:
             self.forget_prefixes()
         self._kv.forget_contents()
+        self._preempt_loads()
         while self._running:
             self._preempt(self._running[-1])
 
@@ -228,6 +267,7 @@ class Scheduler:
         self._kv.forget_contents()
         if self._connector is not None:
             self._connector.forget_contents()
+        self._preempt_loads()
 
     def resize_rows(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         """Other limits from the next step on, over a request state that is new too. Running requests keep their blocks
@@ -245,16 +285,17 @@ class Scheduler:
 
     def resize_pool(self, num_blocks: int) -> None:
         """Another number of KV blocks; requests that hold one that goes are computed again. Raises OstinatoError with a
-        step in flight."""
+        step in flight, or while something is loaded into a block that goes."""
         self._require_settled()
-        for request in reversed(tuple(self._running)):
+        for request in (*self._loads.requests(), *reversed(tuple(self._running))):
             if self._kv.reaches(request, num_blocks):
                 self._preempt(request)
         self._kv.resize(num_blocks)
 
     def check_integrity(self) -> None:
-        """Raise OstinatoError unless every block and row is free, held behind a fence, or one running request's."""
-        self._kv.check_integrity(self._in_flight.held_tables)
+        """Raise OstinatoError unless every block and row is free, held behind a fence or for a load, or one request's
+        that runs or loads."""
+        self._kv.check_integrity([*self._in_flight.held_tables, *self._loads.dropped_tables])
 
     def _require_settled(self) -> None:
         if self._in_flight:
@@ -312,6 +353,8 @@ class Scheduler:
                 draft.short = True
                 return False
             victim = next(other for other in reversed(self._running) if self._num_left(other) > 0)
+            if self._loads and order(worst := self._loads.requests()[-1]) > order(victim):
+                victim = worst
             self._preempt(victim)
             if victim is request:
                 return False
@@ -321,33 +364,56 @@ class Scheduler:
         return True
 
     def _num_blocks_to_come(self) -> int:
-        """Blocks that collecting the steps in flight will free for sure: fenced ones, and those of ending requests."""
+        """Blocks that the steps and loads in flight will free for sure: those held for them, and of ending requests."""
         ending = [self._kv.table(r.request_id) for r in self._running if self._num_left(r) == 0]
-        return self._kv.num_freed_by([*self._in_flight.held_tables, *ending])
+        return self._kv.num_freed_by([*self._in_flight.held_tables, *self._loads.dropped_tables, *ending])
 
     def _plan_waiting(self, draft: Draft) -> None:
         """Requests whose KV is on its way from elsewhere let others go first."""
+        self._admit_loaded(draft)
         deferred: list[Request] = []
         self._admit_waiting(draft, deferred)
         self._num_deferred = len(deferred)
         for request in deferred:
             self._waiting.push(request)
 
+    def _admit_loaded(self, draft: Draft) -> None:
+        """Rows for those whose KV has come: all their known tokens where there are blocks, or those that fit theirs."""
+        for request in self._loads.ended() if self._loads else ():
+            if not self._free_slots or draft.budget == 0:
+                return
+            start, name = request.num_computed, request.request_id
+            num_tokens = min(len(request.tokens) - start, draft.budget)
+            if self._num_blocks_reserved() > self._kv.num_free:
+                num_tokens = min(num_tokens, request.kv_capacity - start)
+            more = self._kv.extend(request, start + num_tokens)
+            assert more is not None, "the blocks were reserved"
+            self._loads.admit(request)
+            self._admit(request, start, list(self._kv.table(name)), draft)
+            draft.run(request, num_tokens)
+
     def _admit_waiting(self, draft: Draft, deferred: list[Request]) -> None:
-        while self._waiting and self._free_slots and draft.budget > 0:
+        while self._waiting and len(self._free_slots) > len(self._loads) and draft.budget > 0:
             request = self._waiting.peek()
             if request.status is RequestStatus.PREEMPTED and self._in_flight.involves(request):
                 return  # not all of its tokens are known yet
+            if self._loads.is_dropped(request):
+                deferred.append(self._waiting.pop())
+                continue
             num_known = len(request.tokens)
             hit = self._kv.match(request)
             num_taken = self._kv.num_taken(hit, self._num_with_room(request, 1))
             if num_taken + self._num_blocks_reserved() > self._kv.num_free:
                 return
-            num_external = self._num_external(request, hit)
+            num_external, load_kv_async = self._external(request, hit)
             if num_external is None:
                 deferred.append(self._waiting.pop())
                 continue
             num_cached = hit.num_tokens + num_external
+            if self._async_connector is not None and load_kv_async:
+                self._waiting.pop()
+                self._load(request, hit, num_external, self._async_connector)
+                continue
             num_tokens = min(num_known - num_cached, draft.budget)
             block_ids = self._kv.allocate(request, hit, num_cached + num_tokens)
             assert block_ids is not None, "the blocks were there a moment ago"
@@ -357,23 +423,41 @@ class Scheduler:
             self._admit(request, num_cached, block_ids, draft)
             draft.run(request, num_tokens)
 
-    def _num_external(self, request: Request, hit: PrefixHit) -> int | None:
-        """Tokens after the hit whose KV the connector can load; None when it does not know yet."""
+    def _external(self, request: Request, hit: PrefixHit) -> tuple[int | None, bool]:
+        """Tokens after the hit whose KV the connector can load, None when it does not know yet; and whether to load
+        them without a step."""
         if self._connector is None or not self._kv.enable_prefix_caching:
-            return 0
+            return 0, False
         if request.params.prompt_logprobs is not None:  # they come from running the prompt
-            return 0
+            return 0, False
         hashes = self._kv.hashes_to_match(request)
-        return self._connector.get_num_new_matched_tokens(request, hashes, hit.num_tokens)
+        matched = self._connector.get_num_new_matched_tokens(request, hashes, hit.num_tokens)
+        num_external, load_kv_async = matched if isinstance(matched, tuple) else (matched, False)
+        if not num_external:
+            return num_external, False
+        if load_kv_async is None:  # alone, a request has its first token earlier when its layers load as they run
+            load_kv_async = num_external >= MIN_ASYNC_TOKENS and bool(self._running or self._loads)
+        return num_external, load_kv_async
+
+    def _load(self, request: Request, hit: PrefixHit, num_external: int, connector: AsyncKVConnectorScheduler) -> None:
+        """Give the request blocks for its cached tokens and one more, and let the connector load into them."""
+        block_ids = self._kv.allocate(request, hit, hit.num_tokens + num_external + 1)
+        assert block_ids is not None, "the blocks were there a moment ago"
+        connector.update_state_after_alloc(request, block_ids, hit.num_tokens, num_external, load_kv_async=True)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed = hit.num_tokens
+        request.kv_capacity = len(block_ids) * self._kv.block_size
+        self._loads.begin(request)
 
     def _num_with_room(self, request: Request, num_more: int) -> int:
         """KV of the planned tokens and of `num_more` after them, as far as the request may get."""
         return min(num_planned(request) + num_more, request.max_length - 1)
 
     def _num_blocks_reserved(self) -> int:
-        """Blocks that running rows lack for their tokens and a block more: without, newcomers are soon preempted."""
-        block_size = self._kv.block_size
-        return sum(self._kv.num_missing(r, self._num_with_room(r, block_size)) for r in self._running)
+        """Blocks that running rows, and those to come, lack for their tokens and a block more: without, newcomers are
+        soon preempted."""
+        rows, block_size = (*self._running, *self._loads.requests()), self._kv.block_size
+        return sum(self._kv.num_missing(r, self._num_with_room(r, block_size)) for r in rows)
 
     def _admit(self, request: Request, num_hit_tokens: int, block_ids: list[int], draft: Draft) -> None:
         if request.num_preemptions == 0:
@@ -384,6 +468,10 @@ class Scheduler:
         request.kv_capacity = len(block_ids) * self._kv.block_size
         insort(self._running, request, key=order)
         draft.admit(request, block_ids)
+
+    def _preempt_loads(self) -> None:
+        for request in reversed(self._loads.requests()):
+            self._preempt(request)
 
     def _preempt(self, request: Request) -> None:
         """Back to waiting. Samples on their way are kept when they arrive; KV is computed again."""
@@ -403,7 +491,7 @@ class Scheduler:
         return reason is not None
 
     def _end(self, request: Request, reason: FinishReason, stop_reason: int | str | None) -> None:
-        if request.status is RequestStatus.RUNNING:
+        if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
             self._let_go(request)
         else:
             self._waiting.remove(request.request_id)
@@ -417,7 +505,13 @@ class Scheduler:
         del self._requests[request.request_id]
 
     def _let_go(self, request: Request) -> None:
-        """Take a running request's row and blocks away; they are free once no step in flight can touch them."""
+        """Take a request's row and blocks away; they are free once no step or load in flight can touch them."""
+        if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
+            block_ids = self._kv.detach(request.request_id)
+            request.kv_capacity = 0
+            if not self._loads.drop(request, block_ids):
+                self._kv.release(block_ids)
+            return
         assert request.slot is not None
         self._running.remove(request)
         self._unadmitted.discard(request.request_id)

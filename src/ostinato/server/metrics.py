@@ -49,7 +49,7 @@ class EngineSnapshot:
             blocks=scheduler.kv.states(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_deferred=scheduler.num_deferred if scheduler.num_waiting else 0,
+            num_deferred=(scheduler.num_deferred if scheduler.num_waiting else 0) + scheduler.num_loading,
             prefix_query_tokens=scheduler.kv.prefix_query_tokens,
         )
 
@@ -125,6 +125,7 @@ class _Families(Collector):
             ("external_prefix_cache_queries", "Tokens that the KV connector was asked for.", now.query_tokens),
             ("external_prefix_cache_hits", "Tokens that came from it.", now.hit_tokens),
             ("kv_connector_loaded_blocks", "KV blocks that were loaded.", now.loaded_blocks),
+            ("kv_connector_async_loads", "Requests that were loaded for beside the steps.", now.async_loads),
             ("kv_connector_saved_blocks", "KV blocks that were saved.", now.saved_blocks),
             ("kv_connector_load_failures", "Loads that broke off; the rest was computed.", now.failed_loads),
             ("kv_connector_save_failures", "KV blocks that could not be saved.", now.failed_saves),

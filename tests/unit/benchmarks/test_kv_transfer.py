@@ -57,6 +57,19 @@ def test_every_case_meets_what_it_is_named_after(
     assert str(tmp_path) not in json.dumps(report) and str(model.path) not in json.dumps(report)
 
 
+@pytest.mark.parametrize("load", ["sync", "async"])
+def test_the_way_of_the_load(model: TinyModel, tmp_path: Path, load: str) -> None:
+    code, report = run(model, tmp_path / "report.json", "--load", load, "--parts", "tpot,ttft")
+    assert code == 0 and report["engine"]["load"] == load
+    for row in report["tpot"]:
+        way = None if row["case"].startswith("recompute") else {"sync": "step", "async": "async"}[load]
+        assert row["loaded_by"] == way and all(done["loaded_by"] == way for done in row["rounds"])
+        if way:  # a step with a row of one token, whoever loaded
+            assert row["runs_as"] == ["FULL decode:4"]
+    loaded = next(row for row in report["ttft"] if row["case"] == "load")
+    assert loaded["loaded_bytes"] == 4 * 2 * 2 * 16 * 2 * 16 * 4
+
+
 def test_what_was_not_loaded_is_not_measured(
     model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

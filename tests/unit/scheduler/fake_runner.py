@@ -11,8 +11,10 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+from fake_connector import FakeConnector
+
 from ostinato.kv.block_pool import SCRATCH_BLOCK
-from ostinato.request import FinishReason, Request, SamplingParams
+from ostinato.request import FinishReason, Request, RequestStatus, SamplingParams
 from ostinato.scheduler import Scheduler, TokenEvent
 from ostinato.step import StepPlan, StepResult
 
@@ -86,6 +88,7 @@ class FakeRunner:
     rows: dict[int, Row] = field(default_factory=dict)
     moved: dict[str, int] = field(default_factory=dict)  # whose KV stays though its row goes: the weights that made it
     cells: dict[tuple[int, int], tuple[tuple[int, ...], int]] = field(default_factory=dict)
+    roomy: set[str] = field(default_factory=set)  # whose tables are longer than their KV: it should have been loaded
     launched: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
     max_seen_rows: int = 0
 
@@ -132,7 +135,10 @@ class FakeRunner:
             end = part.start + part.num_tokens
             assert part.num_tokens >= 1 and end <= len(row.tokens)
             assert part.samples == (end == len(row.tokens))
-            assert len(row.table) == -(-end // self.block_size), "the table covers the step and no more"
+            covered = -(-end // self.block_size)
+            assert len(row.table) == covered or (len(row.table) > covered and row.request_id in self.roomy), (
+                "the table covers the step and no more"
+            )
             assert all(SCRATCH_BLOCK < block_id < self.num_blocks for block_id in row.table)
             for position in range(part.start, end):
                 cell = (row.table[position // self.block_size], position % self.block_size)
@@ -171,6 +177,7 @@ class Watch:
         self.slot_fences: dict[int, int] = {}
         self.slots: dict[str, int] = {}
         self.kept: dict[str, list[int]] = {}  # tables of requests that will be admitted with them once more
+        self.loading: set[str] = set()  # requests without a row: no step knows their blocks
         self.last_launched = -1
         self.last_collected = -1
 
@@ -183,19 +190,23 @@ class Watch:
         now = {rid: (request, list(self.scheduler.kv.table(rid))) for rid, request in live.items()}
         for rid, (request, before) in self.tables.items():
             same = rid in now and now[rid][0] is request and now[rid][1][: len(before)] == before
-            if same and (before or request.slot is not None):
+            if same and (before or now[rid][1] or request.slot is not None):
                 continue
             assert rid not in now or now[rid][0] is not request or not now[rid][1], "a live table changed inside"
-            for block_id in before:  # a block that others share gets a later fence when the last of them goes
+            # a block that others share gets a later fence when the last of them goes
+            for block_id in before if rid not in self.loading else ():
                 self.fences[block_id] = self.last_launched
             self.kept.pop(rid, None)
             if rid in self.slots:
                 self.slot_fences[self.slots.pop(rid)] = self.last_launched
         self._check_sharing([(request.tokens, table) for request, table in now.values() if table])
         self.tables = now
+        self.loading = {rid for rid, (r, _) in now.items() if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS}
         for rid, (request, table) in now.items():
             if request.slot is not None:
                 self.slots[rid] = request.slot
+            elif rid in self.loading:
+                assert table and request.num_computed < len(request.tokens)
             else:
                 assert not table and request.num_computed == 0
         assert len(set(self.slots.values())) == len(self.slots) == self.scheduler.num_running
@@ -217,6 +228,11 @@ class Watch:
         for block_id in new_blocks:
             assert self.fences.pop(block_id, -1) <= self.last_collected, f"block {block_id} handed out before its fence"
         self.last_launched = plan.step_id
+
+    def loads_into(self, block_ids: list[int]) -> None:
+        """A connector begins to write."""
+        for block_id in block_ids:
+            assert self.fences.pop(block_id, -1) <= self.last_collected, f"block {block_id} loaded before its fence"
 
     def add(self, request: Request) -> None:
         self.tables[request.request_id] = (request, [])
@@ -246,6 +262,7 @@ class Harness:
     enable_prefix_caching: bool = True
     max_in_flight: int = 1
     vocab_size: int = 7
+    connector: FakeConnector | None = None
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -255,6 +272,7 @@ class Harness:
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_model_len=self.max_model_len,
             enable_prefix_caching=self.enable_prefix_caching,
+            connector=self.connector,
         )
         self.runner = FakeRunner(
             self.num_blocks,
@@ -266,6 +284,8 @@ class Harness:
         )
         self.watch = Watch(self.scheduler)
         self.plans: list[StepPlan] = []
+        if self.connector is not None:
+            self.connector.cells, self.connector.loads_into = self.runner.cells, self.watch.loads_into
 
     def add(self, request: Request) -> Request:
         self.scheduler.add(request)
@@ -280,20 +300,36 @@ class Harness:
         plan = self.scheduler.plan()
         self.watch.look()  # what planning took from preempted requests is behind the steps launched before
         if plan is None:
-            assert self.scheduler.num_steps_in_flight or not self.scheduler.has_unfinished, "stuck"
+            if self.connector is not None:
+                self.connector.start(self.connector.build_connector_meta())
+            under_way = self.scheduler.num_steps_in_flight or self.scheduler.is_loading
+            assert under_way or not self.scheduler.has_unfinished, "stuck"
         else:
+            if self.connector is not None:
+                self.connector.start(plan.connector_meta)
+                self.runner.roomy = self.connector.failed
             self.runner.moved = {rid: self.runner.moved[rid] for rid in self.watch.kept}
             self.watch.planned(plan)
             self.runner.launch(plan)
+            if self.connector is not None:
+                self.connector.check_apart([self.runner.rows[row.slot].table for row in plan.rows])
             self.plans.append(plan)
         return plan
 
     def collect(self) -> list[TokenEvent]:
         plan, result = self.runner.collect()
         self.watch.last_collected = plan.step_id
+        self.poll()
         events = self.scheduler.update(plan, result)
         self.watch.look()
         return events
+
+    def poll(self) -> None:
+        """What an engine asks of a connector after each step, and while there is none."""
+        if self.connector is not None:
+            self.connector.update_connector_output(self.connector.get_finished())
+            self.scheduler.take_loaded()
+            self.watch.look()
 
     def plan_and_discard(self) -> list[Request]:
         """A step is planned, and then its launch fails."""
@@ -333,7 +369,10 @@ class Harness:
         """What an engine does in one turn: fill the flight, then collect the oldest step."""
         while self.launch():
             pass
-        return self.collect() if self.runner.launched else []
+        if self.runner.launched:
+            return self.collect()
+        self.poll()
+        return []
 
     def run(self, max_steps: int = 5000) -> None:
         """To the end of every request and step."""
@@ -342,6 +381,8 @@ class Harness:
                 break
             self.step()
         assert not self.scheduler.has_unfinished, "requests do not end"
+        while self.scheduler.is_loading:  # for requests that are over
+            self.poll()
         self.check_idle()
 
     def check_idle(self) -> None:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
+from ostinato.kernels.triton_kv_format import operand
 
 __all__ = ["MAX_QUERY_LEN", "DecodeConfig", "combine_kernel", "decode_attention", "decode_config", "decode_kernel"]
 
@@ -112,7 +113,7 @@ def decode_kernel(
     token = (row * QUERY_LEN + offset).to(tl.int64)
     filled = live[:, None] & (dims < HEAD_SIZE)[None, :]
     q_tile = q + (token * q_stride_token + head * q_stride_head)[:, None] + dims[None, :]
-    queries = tl.load(q_tile, mask=filled & busy, other=0.0)
+    queries = operand(tl.load(q_tile, mask=filled & busy, other=0.0), q.dtype.element_ty, SCALED)
     visible = tl.minimum(seq_len - QUERY_LEN + offset + 1, kv_len)
 
     if SCALED:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
+from ostinato.kernels.triton_kv_format import operand
 from ostinato.kernels.triton_launch import KernelCall
 
 __all__ = ["PrefillConfig", "prefill_attention", "prefill_call", "prefill_config", "prefill_kernel"]
@@ -117,7 +118,7 @@ def prefill_kernel(
         live = (packed < BLOCK * GROUP) & (offset < num_queries)
         filled = live[:, None] & (dims < HEAD_SIZE)[None, :]
         q_tile = q + (token * q_stride_token + head * q_stride_head)[:, None] + dims[None, :]
-        queries = tl.load(q_tile, mask=filled, other=0.0)
+        queries = operand(tl.load(q_tile, mask=filled, other=0.0), q.dtype.element_ty, SCALED)
 
         kv_len = tl.minimum(seq_len, table_width * BLOCK_SIZE)
         num_before = seq_len - num_queries  # positions before the row's first query of this step

@@ -39,7 +39,7 @@ from ostinato.kernels.triton_attention_decode import DecodeConfig, decode_config
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_decode_heads import load_angles, load_pairs, normed, prefetch_tile, turned
 from ostinato.kernels.triton_decode_split import merge_parts, part_of, share_row
-from ostinato.kernels.triton_kv_format import encoded
+from ostinato.kernels.triton_kv_format import encoded, operand
 from ostinato.kernels.triton_launch import KernelCall, starts_early
 
 __all__ = [
@@ -54,6 +54,15 @@ __all__ = [
 
 _LOG2_E = 1.4426950408889634
 _MERGED_PER_THREAD = 32  # floats of partial results that a merging thread has in flight
+
+_FILLING = {
+    (False, False): (64, 2, 4),
+    (True, False): (32, 5, 4),
+    (False, True): (32, 2, 4),
+    (True, True): (32, 5, 4),
+}
+"""Where rows fill the device, by whether queries and keys have a norm and the cache scales: tokens of a tile of up to
+128 dimensions, stages, warps. A norm's operands take registers, as does converting keys: half a tile then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +96,9 @@ def fused_config(
     if element_size == 2:
         large = tiles.num_warps > 4
         if num_splits == 1:
-            tile = min(8192 // tiles.head_pad, 64)
-            # A norm's operands need registers, as does converting keys: half a tile then. With a norm more of them
-            # are copied ahead.
-            small = norm or scaled
-            tiles = replace(tiles, tile=tile // 2 if small else tile, num_stages=5 if norm else 2)
+            tile, num_stages, num_warps = _FILLING[norm, scaled]
+            tile //= max(tiles.head_pad // 128, 1)
+            tiles = replace(tiles, tile=tile, num_stages=num_stages, num_warps=num_warps)
         else:
             many_warps = tiles.head_pad <= 64 or (norm and num_rows <= 4) or large
             tile = min(8192 // tiles.head_pad, 128)
@@ -230,8 +237,8 @@ def decode_fused_kernel(
     packed = tl.arange(0, NUM_QUERIES)
     head = kv_head * GROUP + packed
     is_query = packed < GROUP
-    # From here on keys and values are as stored, but in the type of the queries.
-    keys, values = keys.to(q.dtype.element_ty), values.to(q.dtype.element_ty)
+    # From here on keys and values are as stored, but in the type of the products.
+    keys, values = operand(keys, q.dtype.element_ty, SCALED), operand(values, q.dtype.element_ty, SCALED)
     q_heads = q + token * q_stride_token + (head * q_stride_head)[:, None]
     if RAGGED:
         queries = tl.load(q_heads + dims[None, :], mask=is_query[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
@@ -264,6 +271,7 @@ def decode_fused_kernel(
         if NORM:
             queries, q_other = normed(queries, q_other, q_scale, q_other_scale, eps, HEAD_SIZE)
         queries = turned(queries, q_other, cos, sin, NATIVE)
+    queries = operand(queries, q.dtype.element_ty, SCALED)
 
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
     scores = tl.where(((at >= 0) & (at < kv_len))[None, :], scores, float("-inf"))
@@ -479,9 +487,14 @@ def _call(
         NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
         PDL=pdl, PARTS=parts is not None, RAGGED=query_start is not None,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
-        maxnreg=128 if parts is not None and tiles.num_warps == 4 else None,  # so that four programs fit
+        maxnreg=_max_registers(config) if parts is not None else None,
     )  # fmt: skip
     return KernelCall(decode_fused_kernel, grid, args, options)
+
+
+def _max_registers(config: FusedConfig) -> int | None:
+    """So that four programs fit a multiprocessor, where that costs no spilling."""
+    return 128 if config.tiles.num_warps == 4 and config.tiles.head_pad <= 128 else None
 
 
 def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:

@@ -57,9 +57,9 @@ _MERGED_PER_THREAD = 32  # floats of partial results that a merging thread has i
 
 _FILLING = {
     (False, False): (64, 2, 4),
-    (True, False): (32, 5, 4),
-    (False, True): (32, 2, 4),
-    (True, True): (32, 5, 4),
+    (True, False): (64, 2, 4),
+    (False, True): (64, 5, 4),
+    (True, True): (64, 5, 4),
 }
 """Where rows fill the device, by whether queries and keys have a norm and the cache scales: tokens of a tile of up to
 128 dimensions, stages, warps. A norm's operands take registers, as does converting keys: half a tile then."""

@@ -35,10 +35,10 @@ def test_nothing_spills_and_shared_memory_fits(reports: list[dict[str, Any]]) ->
 
 
 def test_programs_of_rows_that_fill_the_device_share_a_multiprocessor(reports: list[dict[str, Any]]) -> None:
-    """64 rows of 8 kv heads are 3.9 programs for each of 132 multiprocessors: one wave."""
-    full = [r for r in reports if r["choices"]["PARTS"] or not r["choices"]["SPLIT"]]
-    full = [r for r in full if r["choices"]["HEAD_SIZE"] <= 128]
-    assert len(full) >= 9
+    """64 rows of 8 kv heads are 3.9 programs for each of 132 multiprocessors: one wave. `splits.decode_places` too
+    counts on four."""
+    full = [r for r in reports if r["choices"]["PARTS"] and r["choices"]["HEAD_SIZE"] <= 128]
+    assert len(full) >= 12
     for report in full:
         assert 4 * (report["shared_bytes"] + 1024) <= SHARED_BYTES_PER_SM, report
         assert 4 * report["REG"] * 32 * report["num_warps"] <= REGISTERS_PER_SM, report

@@ -1,4 +1,8 @@
-"""What runs between two graphs: launches that were prepared, against the ops that they stand for, bit for bit."""
+"""What runs between two graphs: launches that were prepared, against the ops that they stand for, bit for bit.
+
+Kernels are imported where they are used: collecting this must not import Triton before other tests turn its
+interpreter on.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,6 @@ from torch import Tensor
 from ostinato.kernels import ops
 from tests.gpu.op_cases import DTYPES, AttentionCase, B, attention_case, normal
 
-triton = pytest.importorskip("triton", reason="triton is not installed")
-
-from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged  # noqa: E402
-from ostinato.kernels.triton_decode_fused import num_partial_floats  # noqa: E402
-from ostinato.kernels.triton_launch import PreparedCall  # noqa: E402
-
 pytestmark = pytest.mark.gpu
 
 LENGTHS = [(70, 33, 900, 4, 5), (1, 33, 1, 4, 1)]  # known tokens, those of the step; rows without any stand behind
@@ -23,6 +21,8 @@ PADDED_ROWS = 3
 
 def workspace(case: AttentionCase, num_parts: int) -> tuple[Tensor, Tensor]:
     """Counters, and partial results that are NaN beforehand."""
+    from ostinato.kernels.triton_decode_fused import num_partial_floats
+
     size = num_partial_floats(num_parts, *case.q.shape[1:])
     counters = torch.zeros(case.num_rows * case.k_cache.shape[2], dtype=torch.int32, device=case.q.device)
     return counters, torch.full((size,), float("nan"), device=case.q.device)
@@ -44,6 +44,8 @@ def slots_of(case: AttentionCase) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> None:
     """Over the live rows alone, however many the key has room for; and again over other data at the same addresses."""
+    from ostinato.kernels.triton_attention import prepared_ragged
+
     seq_lens, query_lens = ((*lens, *[0] * PADDED_ROWS) for lens in LENGTHS)
     case = attention_case(
         dtype, seq_lens, query_lens=query_lens, num_heads=8, num_kv_heads=2, head_size=64, num_padded_tokens=1
@@ -78,6 +80,8 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> Non
 
 @pytest.mark.parametrize(("num_splits", "listed"), [(1, False), (4, False), (1, True)])
 def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: int, listed: bool) -> None:
+    from ostinato.kernels.triton_attention import prepared_decode
+
     case = attention_case(
         torch.bfloat16, [70, 1, 900], query_len=1, num_heads=8, num_kv_heads=2, head_size=128
     ).on(device)  # fmt: skip
@@ -111,6 +115,7 @@ def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: 
 
 def test_tensors_of_a_prepared_call_live_as_long(device: torch.device) -> None:
     from ostinato.kernels.triton_kv_write import kv_write_call
+    from ostinato.kernels.triton_launch import PreparedCall
 
     k = torch.ones(1, 2, 64, dtype=torch.bfloat16, device=device)
     cache, slots = torch.zeros(2, B, 2, 64, dtype=torch.bfloat16, device=device), torch.zeros(1, dtype=torch.int32)

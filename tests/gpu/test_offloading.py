@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -19,6 +20,29 @@ WAITS = [wait.value for wait in Wait]
 LONG = prompts_of((70, 90, 80, 75), 512, seed=80)
 LATE_CYCLES = 90_000_000
 """Of the device's clock: some 50 ms."""
+LONGEST_S = 30.0
+"""A gate opens by itself then, so that what it holds up fails and does not hang."""
+
+
+class Gate:
+    """Streams wait here until it is opened, however long other work of the device takes."""
+
+    def __init__(self) -> None:
+        self._flag = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._timer = threading.Timer(LONGEST_S, self.open)
+        self._timer.start()
+
+    def hold_current_stream(self) -> None:
+        from cuda.bindings import driver
+
+        at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
+        stream = torch.cuda.current_stream().cuda_stream
+        (error,) = driver.cuStreamWaitValue32(stream, self._flag.data_ptr(), 1, int(at_least))
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+
+    def open(self) -> None:
+        self._timer.cancel()
+        self._flag.fill_(1)
 
 
 def open_llm(
@@ -120,11 +144,12 @@ def test_a_slow_loader_is_waited_for(
 def test_a_slow_asynchronous_load_holds_nobody_up(
     small_model: ModelFactory, device: torch.device, wait: str, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies into the pool begin 50 ms late, or those out of it, which must be over before a load overwrites a block.
-    The blocks that the load takes held another prompt, which is as it was when it comes back."""
+    """Copies into the pool wait until 20 steps have run beside them; or those out of it, which must be over before a
+    load overwrites a block, begin 50 ms late. The blocks that the load takes held another prompt, which is as it was
+    when it comes back."""
     model = small_model(num_hidden_layers=3)
     others = prompts_of((5, 9), 512, seed=82)
-    original, num_late = ops.copy_blocks, 0
+    original, num_late, gate = ops.copy_blocks, 0, Gate()
 
     with open_llm(model, device, wait, load="async") as llm:
         expected = [model.greedy(prompt, 6) for prompt in LONG]
@@ -134,9 +159,12 @@ def test_a_slow_asynchronous_load_holds_nobody_up(
 
         def copy_blocks(source: Any, target: Any, *arguments: Any) -> None:
             nonlocal num_late
-            if (target.data_ptr() == pool) == (late == "loads"):
+            into_pool = target.data_ptr() == pool
+            if into_pool and late == "loads":
+                gate.hold_current_stream()
+            if not into_pool and late == "saves":
                 torch.cuda._sleep(LATE_CYCLES)
-                num_late += 1
+            num_late += into_pool == (late == "loads")
             original(source, target, *arguments)
 
         monkeypatch.setattr(ops, "copy_blocks", copy_blocks)
@@ -147,6 +175,9 @@ def test_a_slow_asynchronous_load_holds_nobody_up(
             hit = llm.engine.add_request("hit", LONG[0], greedy(6))
             while not hit.num_tokens:
                 llm.engine.step()
+                if len(launched) > 22:  # two of them may be the hit's own, once it is in
+                    gate.open()
+        gate.open()
         assert num_late > 0
         beside = [step for step in launched if step.plan.num_rows == 2]
         assert len(beside) > (20 if late == "loads" else 0)

@@ -45,6 +45,9 @@ def slots_of(case: AttentionCase) -> Tensor:
 def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> None:
     """Over the live rows alone, however many the key has room for; and again over other data at the same addresses."""
     from ostinato.kernels.triton_attention import prepared_ragged
+    from ostinato.kernels.triton_attention_prefill import prefill_call
+    from ostinato.kernels.triton_decode_fused import single_token_call
+    from ostinato.kernels.triton_kv_write import kv_write_call
 
     seq_lens, query_lens = ((*lens, *[0] * PADDED_ROWS) for lens in LENGTHS)
     case = attention_case(
@@ -54,10 +57,15 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> Non
     slots, out = slots_of(case), torch.full_like(case.q, float("nan"))
     counters, partials = workspace(case, case.num_rows + num_extra)
     parts = torch.full((1 + case.num_rows + num_extra,), -1, dtype=torch.int32, device=device)
+    rows = (case.block_table, case.row_slot, case.query_start, case.seq_lens)
+    over = (case.q, case.k_cache, case.v_cache, *rows, case.scale, case.num_rows, out)
     run = prepared_ragged(
-        case.q, k, v, slots, case.k_cache, case.v_cache, case.block_table, case.row_slot, case.query_start,
-        case.seq_lens, case.scale, case.num_rows, out, None, counters, parts, partials, lambda: len(LENGTHS[0]),
-    )  # fmt: skip
+        kv_write_call(k, v, case.k_cache, case.v_cache, slots, None),
+        single_token_call(*over, counters, parts, partials, None),
+        prefill_call(*over, None, singles=False),
+        device,
+        lambda: len(LENGTHS[0]),
+    )
     for repeat in range(2):
         if repeat:
             k.neg_()
@@ -81,6 +89,7 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> Non
 @pytest.mark.parametrize(("num_splits", "listed"), [(1, False), (4, False), (1, True)])
 def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: int, listed: bool) -> None:
     from ostinato.kernels.triton_attention import prepared_decode
+    from ostinato.kernels.triton_decode_fused import decode_call
 
     case = attention_case(
         torch.bfloat16, [70, 1, 900], query_len=1, num_heads=8, num_kv_heads=2, head_size=128
@@ -98,9 +107,10 @@ def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: 
     expected, out = torch.full_like(case.q, float("nan")), torch.full_like(case.q, float("nan"))
     caches = case.k_cache.clone(), case.v_cache.clone()
     ops.decode_attention(case.q, k, v, *before, *caches, *behind, expected, counters, True, None, parts, partials)
-    run = prepared_decode(
-        case.q, k, v, *before, case.k_cache, case.v_cache, *behind, out, counters, None, parts, partials
+    call = decode_call(
+        case.q, k, v, *before, case.k_cache, case.v_cache, *behind, out, counters, True, None, parts, partials
     )  # fmt: skip
+    run = prepared_decode(call, device)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from ostinato.kernels.kv_formats import decode, encode
 from ostinato.kernels.reference import rope
+from ostinato.kernels.splits import MIN_PART_UNITS, PART_ROWS, PART_UNIT
 
-__all__ = ["PART_UNIT", "Row", "attention", "decode_attention", "kv_write", "live_rows", "plan_parts"]
-
-PART_UNIT = 128
-"""Tokens that the parts of a row are made of."""
+__all__ = ["Row", "attention", "decode_attention", "kv_write", "live_rows", "plan_parts"]
 
 # Bounds the float32 score matrix of a long prompt at heads * 256 * length.
 _MAX_QUERIES_PER_CHUNK = 256
@@ -193,9 +191,9 @@ def plan_parts(
     share = -(-total // (parts.shape[0] - 1 - num_rows))
     if programs <= places and programs * 4 >= places * 3 and longest * count * 4 <= total * 5:
         share = longest
-    share = max(share, 2)
+    share = max(share, MIN_PART_UNITS)
     each = torch.where(mine, -(-units // share), 0)
-    listed = [(index << 16) | row for row, count in enumerate(each.tolist()) for index in range(count)]
+    listed = [index * PART_ROWS + row for row, count in enumerate(each.tolist()) for index in range(count)]
     parts[0] = share * PART_UNIT
     parts[1 : len(listed) + 1] = torch.tensor(listed, dtype=parts.dtype)
     parts[len(listed) + 1 :] = -1

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["choose_num_splits", "decode_places", "extra_parts"]
+__all__ = ["MIN_PART_UNITS", "PART_ROWS", "PART_UNIT", "choose_num_splits", "decode_places", "extra_parts"]
+
+PART_UNIT = 128
+"""Tokens that the parts of a row are made of: whole tiles of every kernel."""
+MIN_PART_UNITS = 2
+"""Of a part at least: what a part costs beside its keys is then little."""
+PART_ROWS = 1 << 16
+"""In the list of parts an entry is the index of the part in its row times this, plus the row."""
 
 # Two decode programs of a common head group and query length fit on one multiprocessor (shared memory, registers).
 _PROGRAMS_PER_SM = 2

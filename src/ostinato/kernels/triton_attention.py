@@ -15,8 +15,7 @@ from torch import Tensor
 
 from ostinato.kernels.triton_attention_decode import MAX_QUERY_LEN, decode_attention
 from ostinato.kernels.triton_attention_prefill import prefill_call
-from ostinato.kernels.triton_decode_fused import decode_call, single_token_call
-from ostinato.kernels.triton_kv_write import kv_write_call
+from ostinato.kernels.triton_decode_fused import single_token_call
 from ostinato.kernels.triton_launch import KernelCall, PreparedCall
 
 __all__ = ["attention", "prepared_decode", "prepared_ragged"]
@@ -53,77 +52,29 @@ def attention(
     prefill_call(*over, kv_scales, singles=parts is None)()
 
 
-def prepared_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    num_rows: int,
-    num_splits: int,
-    out: Tensor,
-    counters: Tensor,
-    kv_scales: Tensor | None,
-    parts: Tensor | None,
-    partials: Tensor,
-) -> Callable[[], None]:
-    """`ops.decode_attention` over these tensors, one token in each of `num_rows` rows, as a function that launches it
-    on the current stream."""
-    call = decode_call(
-        q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        seq_lens, scale, num_rows, num_splits, out, counters, partials, True, kv_scales, parts,
-    )  # fmt: skip
-    if not call.can_be_prepared:
-        return call
-    decode, current = PreparedCall(call), _stream_of(q.device)
+def prepared_decode(decode: KernelCall, device: torch.device) -> Callable[[], None]:
+    """A call of `ops.decode_attention`, one token in each row, as a function that launches it on the current stream."""
+    if not decode.can_be_prepared:
+        return decode
+    prepared, current = PreparedCall(decode), _stream_of(device)
 
     def run() -> None:
-        decode.launch(current(), *decode.grid)
+        prepared.launch(current(), *prepared.grid)
 
     return run
 
 
 def prepared_ragged(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    num_rows: int,
-    out: Tensor,
-    kv_scales: Tensor | None,
-    counters: Tensor,
-    parts: Tensor,
-    partials: Tensor,
-    live_rows: Callable[[], int],
+    write: KernelCall, singles: KernelCall, prefill: KernelCall, device: torch.device, live_rows: Callable[[], int]
 ) -> Callable[[], None]:
-    """`ops.kv_write` and a ragged `ops.attention` over these tensors, as a function that launches them on the current
-    stream, over the first `live_rows()` rows: no other has a token."""
-    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
-    write = kv_write_call(k, v, k_cache, v_cache, slot_mapping, kv_scales)
-    singles = single_token_call(*over, counters, parts, partials, kv_scales)
-    prefill = prefill_call(*over, kv_scales, singles=False)
+    """Calls that write a step's keys and values, and attend for its rows of one token and for the others, as a function
+    that launches them on the current stream, over the first `live_rows()` rows: no other has a token."""
     if not write.can_be_prepared:
         return _in_turn(write, singles, prefill)
     first, second, third = PreparedCall(write), PreparedCall(singles), PreparedCall(prefill)
-    current, rows_at = _stream_of(q.device), third.place("num_rows")
-    num_kv_heads, more_parts, query_blocks = second.grid[0], second.grid[1] - num_rows, third.grid[0] - num_rows
+    current, rows_at = _stream_of(device), third.place("num_rows")
+    num_kv_heads, num_rows = second.grid[0], third.get(rows_at)
+    more_parts, query_blocks = second.grid[1] - num_rows, third.grid[0] - num_rows
 
     def run() -> None:
         stream, rows = current(), live_rows()

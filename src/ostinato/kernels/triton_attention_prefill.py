@@ -20,7 +20,7 @@ from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_kv_format import operand
 from ostinato.kernels.triton_launch import KernelCall
 
-__all__ = ["PrefillConfig", "prefill_attention", "prefill_call", "prefill_config", "prefill_kernel"]
+__all__ = ["PrefillConfig", "prefill_call", "prefill_config", "prefill_kernel"]
 
 _LOG2_E = 1.4426950408889634
 
@@ -156,27 +156,6 @@ def prefill_kernel(
         tl.store(out_tile, result.to(out.dtype.element_ty), mask=filled)
 
 
-def prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    num_rows: int,
-    out: Tensor,
-    kv_scales: Tensor | None = None,
-    invariant: bool = False,
-) -> None:
-    """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous. `invariant`:
-    as `ops.invariant_attention`."""
-    prefill_call(
-        q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out, kv_scales, invariant
-    )()
-
-
 def prefill_call(
     q: Tensor,
     k_cache: Tensor,
@@ -192,7 +171,8 @@ def prefill_call(
     invariant: bool = False,
     singles: bool = True,
 ) -> KernelCall:
-    """`singles`: rows of one token too."""
+    """`reference_attention.attention` with `query_len` 0; 16-bit or float32, last dimensions contiguous. `invariant`:
+    as `ops.invariant_attention`. `singles`: rows of one token too."""
     num_tokens, num_heads, head_size = q.shape
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads

@@ -346,13 +346,9 @@ def decode_attention(
     """
     if num_rows < out.shape[0]:
         out[num_rows:].zero_()
-    if partials is None:
-        num_parts = num_rows * num_splits if parts is None else parts.shape[0] - 1
-        size = num_partial_floats(num_parts, *q.shape[1:]) if num_parts > num_rows else 0
-        partials = torch.empty(size, dtype=torch.float32, device=q.device)
     decode_call(
         q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        seq_lens, scale, num_rows, num_splits, out, counters, partials, pdl, kv_scales, parts, config,
+        seq_lens, scale, num_rows, num_splits, out, counters, pdl, kv_scales, parts, partials, config,
     )()  # fmt: skip
 
 
@@ -376,14 +372,18 @@ def decode_call(
     num_splits: int,
     out: Tensor,
     counters: Tensor,
-    partials: Tensor,
     pdl: bool,
     kv_scales: Tensor | None,
     parts: Tensor | None,
+    partials: Tensor | None,
     config: FusedConfig | None = None,
 ) -> KernelCall:
-    """The one launch of `decode_attention`, for `num_rows` tokens."""
+    """The one launch of `decode_attention`, which leaves tokens behind the last row as they are."""
     num_heads, head_size = q.shape[1:]
+    if partials is None:
+        num_parts = num_rows * num_splits if parts is None else parts.shape[0] - 1
+        size = num_partial_floats(num_parts, num_heads, head_size) if num_parts > num_rows else 0
+        partials = torch.empty(size, dtype=torch.float32, device=q.device)
     half, norm = cos_sin.shape[1] // 2, q_norm is not None
     config = config or fused_config(
         num_rows,

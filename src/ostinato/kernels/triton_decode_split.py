@@ -15,14 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.kernels.splits import MIN_PART_UNITS, PART_ROWS, PART_UNIT
+
 __all__ = ["merge_parts", "part_of", "plan_parts", "plan_parts_kernel", "share_row"]
 
-_UNIT = tl.constexpr(128)
-"""Tokens that parts are made of: whole tiles of every kernel."""
-_SMALLEST = tl.constexpr(2)
-"""Units of a part at least: what a part costs beside its keys is then little."""
-_ROWS = tl.constexpr(1 << 16)
-"""In an entry of the list the index of a part in its row stands above the row."""
+_UNIT = tl.constexpr(PART_UNIT)
+_SMALLEST = tl.constexpr(MIN_PART_UNITS)
+_ROWS = tl.constexpr(PART_ROWS)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.kernels.triton_attention_prefill import prefill_attention
+from ostinato.kernels.triton_attention_prefill import prefill_call
 from ostinato.kernels.triton_elementwise import silu_mul as invariant_silu_mul  # its tiles follow from the width alone
 from ostinato.kernels.triton_launch import early, start
 
@@ -121,17 +121,5 @@ def invariant_attention(
     kv_scales: Tensor | None = None,
 ) -> None:
     """See `ops.invariant_attention`."""
-    prefill_attention(
-        q,
-        k_cache,
-        v_cache,
-        block_table,
-        row_slot,
-        query_start,
-        seq_lens,
-        scale,
-        num_rows,
-        out,
-        kv_scales,
-        invariant=True,
-    )
+    over = (q, k_cache, v_cache, block_table, row_slot, query_start, seq_lens, scale, num_rows, out)
+    prefill_call(*over, kv_scales, invariant=True)()

@@ -63,7 +63,7 @@ class KernelCall:
 
     @property
     def can_be_prepared(self) -> bool:
-        return triton.__version__.startswith(_KNOWN_LAUNCHER) and hasattr(self.kernel, "warmup")
+        return triton.__version__.startswith(_KNOWN_LAUNCHER) and isinstance(self.kernel, triton.JITFunction)
 
 
 class PreparedCall:
@@ -85,8 +85,11 @@ class PreparedCall:
         self.grid = (*call.grid, 1, 1)[:3]
 
     def place(self, name: str) -> int:
-        """Where the integer `name` stands, for `put`."""
+        """Where the integer `name` stands, for `get` and `put`."""
         return self._at[name]
+
+    def get(self, place: int) -> int:
+        return int(self._args[place])
 
     def put(self, place: int, value: int) -> None:
         self._args[place] = value

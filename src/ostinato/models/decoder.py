@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -218,37 +219,42 @@ class _Attention:
         ops.rope(self.query, self.key, self.positions, model.cos_sin, layer.q_norm, layer.k_norm, eps)
 
     def __call__(self) -> None:
-        model, layer, a = self.model, self.layer, self.args
-        k_cache, v_cache, scales = self.cache
         if self.fused:
-            ops.decode_attention(
-                self.query,
-                self.key,
-                self.value,
-                self.positions,
-                model.cos_sin,
-                layer.q_norm,
-                layer.k_norm,
-                model.config.rms_norm_eps,
-                a.slot_mapping,
-                k_cache,
-                v_cache,
-                a.block_table,
-                a.row_slot,
-                a.seq_lens,
-                model.scale,
-                a.num_rows,
-                a.num_splits,
-                self.out,
-                a.counters,
-                True,
-                scales,
-                a.parts,
-                a.partials,
-            )
+            ops.decode_attention(*self._fused_args())
             return
         self._write()
-        self._attend(k_cache, v_cache, a.block_table, a.row_slot)
+        k_cache, v_cache, _ = self.cache
+        self._attend(k_cache, v_cache, self.args.block_table, self.args.row_slot)
+
+    def _fused_args(self) -> tuple[Any, ...]:
+        """Of `ops.decode_attention`, in its order."""
+        model, layer, a = self.model, self.layer, self.args
+        k_cache, v_cache, scales = self.cache
+        return (
+            self.query,
+            self.key,
+            self.value,
+            self.positions,
+            model.cos_sin,
+            layer.q_norm,
+            layer.k_norm,
+            model.config.rms_norm_eps,
+            a.slot_mapping,
+            k_cache,
+            v_cache,
+            a.block_table,
+            a.row_slot,
+            a.seq_lens,
+            model.scale,
+            a.num_rows,
+            a.num_splits,
+            self.out,
+            a.counters,
+            True,
+            scales,
+            a.parts,
+            a.partials,
+        )
 
     def prepare(self) -> Callable[[], None]:
         """The same as calling this, with as little left to the host as can be, for what runs between two graphs. What
@@ -265,54 +271,22 @@ class _Attention:
         return call
 
     def _prepared(self) -> Callable[[], None]:
-        model, a = self.model, self.args
         from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged
+        from ostinato.kernels.triton_attention_prefill import prefill_call
+        from ostinato.kernels.triton_decode_fused import decode_call, single_token_call
+        from ostinato.kernels.triton_kv_write import kv_write_call
 
-        k_cache, v_cache, scales = self.cache
+        a, device, (k_cache, v_cache, scales) = self.args, self.query.device, self.cache
         if self.fused:
-            return prepared_decode(
-                self.query,
-                self.key,
-                self.value,
-                self.positions,
-                model.cos_sin,
-                self.layer.q_norm,
-                self.layer.k_norm,
-                model.config.rms_norm_eps,
-                a.slot_mapping,
-                k_cache,
-                v_cache,
-                a.block_table,
-                a.row_slot,
-                a.seq_lens,
-                model.scale,
-                a.num_rows,
-                a.num_splits,
-                self.out,
-                a.counters,
-                scales,
-                a.parts,
-                a.partials,
-            )
+            return prepared_decode(decode_call(*self._fused_args()), device)
         assert a.parts is not None
+        rows = (a.block_table, a.row_slot, a.query_start, a.seq_lens)
+        over = (self.query, k_cache, v_cache, *rows, self.model.scale, a.num_rows, self.out)
         return prepared_ragged(
-            self.query,
-            self.key,
-            self.value,
-            a.slot_mapping,
-            k_cache,
-            v_cache,
-            a.block_table,
-            a.row_slot,
-            a.query_start,
-            a.seq_lens,
-            model.scale,
-            a.num_rows,
-            self.out,
-            scales,
-            a.counters,
-            a.parts,
-            a.partials,
+            kv_write_call(self.key, self.value, k_cache, v_cache, a.slot_mapping, scales),
+            single_token_call(*over, a.counters, a.parts, a.partials, scales),
+            prefill_call(*over, scales, singles=False),
+            device,
             a.live_rows,
         )
 

@@ -97,6 +97,7 @@ class StepBuffers:
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         names = (
             "attention_counters",
+            "attention_parts",
             "attention_partials",
             "logits",
             "adjusted",

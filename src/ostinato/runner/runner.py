@@ -500,7 +500,7 @@ class Runner:
         if key.query_len:
             width = state.layout.table_width
             num_splits = choose_num_splits(key.num_rows, config.num_kv_heads, width, self._num_sms)
-        if self._cuda and (key.query_len or 0) <= 1 and num_splits == 1:
+        if self._cuda and not self.model.batch_invariant and (key.query_len or 0) <= 1 and num_splits == 1:
             parts = buffers.attention_parts[: 1 + key.num_rows + buffers.num_extra_parts]
         return AttentionArgs(
             block_table=state["block_table"],

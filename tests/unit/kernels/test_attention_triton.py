@@ -12,7 +12,10 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without its interpreter and there is no GPU", allow_module_level=True)
 
-from ostinato.kernels.triton_attention import attention  # noqa: E402
+from ostinato.kernels.triton_attention import attention, prepared_decode, prepared_ragged  # noqa: E402
+from ostinato.kernels.triton_attention_prefill import prefill_call  # noqa: E402
+from ostinato.kernels.triton_decode_fused import single_token_call  # noqa: E402
+from ostinato.kernels.triton_kv_write import kv_write_call  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -140,6 +143,38 @@ def test_ragged_rows_of_one_token_are_attended_to_in_parts(
 def test_ragged_rows_of_one_token_of_every_head_shape(head_size: int, group: int, dtype: torch.dtype) -> None:
     case = make_case([137, 6, 40], [1, 5, 1], num_kv_heads=1, group=group, head_size=head_size, dtype=dtype)
     assert_matches_reference(case, parts=case.parts(2, places=1))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="what a launcher does that cannot be prepared; tests/gpu has the other")
+def test_without_a_launcher_that_is_known_prepared_calls_run_as_they_are() -> None:
+    case = make_case([70, 300, 5, 9], [70, 1, 3, 1], num_kv_heads=2, group=3, head_size=64, num_pad_tokens=1)
+    k_cache, v_cache = case.pool[:, 0].clone(), case.pool[:, 1].clone()
+    slots = torch.full((case.q.shape[0],), -1, dtype=torch.int32)
+    for token, row in ((70, 1), (74, 3)):
+        position = case.seq_lens[row] - 1
+        block = case.block_table[int(case.row_slot[row]), position // 16]
+        slots[token] = block * 16 + position % 16
+    k, v = k_cache.new_zeros(2, case.q.shape[0], 2, 64)
+    for token, row in ((70, 1), (74, 3)):
+        k[token], v[token] = case.keys[row][-1], case.values[row][-1]
+    caches = k_cache.view(-1, 2, 64), v_cache.view(-1, 2, 64)
+    for cache in caches:
+        cache[slots[[70, 74]].long()] = float("nan")
+    counters, parts, partials = case.parts(4)
+    out = torch.full_like(case.q, float("nan"))
+    rows = (case.block_table, case.row_slot, case.query_start, case.seq_lens)
+    over = (case.q, k_cache, v_cache, *rows, case.scale, 4, out)
+    calls = (
+        kv_write_call(k, v, k_cache, v_cache, slots, None),
+        single_token_call(*over, counters, parts, partials, None),
+        prefill_call(*over, None, singles=False),
+    )
+    assert not any(call.can_be_prepared for call in calls)
+    run = prepared_ragged(*calls, case.q.device, lambda: pytest.fail("the grid is the call's own"))
+    assert out.isnan().all()
+    run()
+    torch.testing.assert_close(out, case.run(reference_attention.attention), atol=2e-5, rtol=2e-5)
+    assert prepared_decode(calls[1], case.q.device) is calls[1]
 
 
 def test_a_length_beyond_the_table_reads_only_the_table() -> None:

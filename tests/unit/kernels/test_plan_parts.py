@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ostinato.kernels import reference_attention
-from ostinato.kernels.reference_attention import PART_UNIT
-from ostinato.kernels.splits import decode_places, extra_parts
+from ostinato.kernels.splits import PART_UNIT, decode_places, extra_parts
 
 NUM_SMS = 132
 

@@ -139,6 +139,22 @@ def test_a_slow_loader_is_waited_for(
             assert counts_of(llm)["PIECEWISE", loading.decision.key.num_tokens, "needs host work"] == 1
 
 
+def test_one_kernel_copies_blocks_and_is_there_from_the_start(small_model: ModelFactory, device: torch.device) -> None:
+    from ostinato.kernels.triton_blocks import copy_blocks_kernel
+
+    def num_kernels() -> int:
+        return sum(len(caches[0]) for caches in copy_blocks_kernel.device_caches.values())
+
+    before = num_kernels()
+    with open_llm(small_model(num_hidden_layers=5), device, "step") as llm:
+        assert num_kernels() == before + 1
+        for prompt in [*LONG, *LONG]:
+            llm.generate(prompt, greedy(3))
+        stats = llm.stats().connector
+        assert stats is not None and stats.saved_blocks > 0 and stats.loaded_blocks > 0
+        assert num_kernels() == before + 1
+
+
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("late", ["loads", "saves"])
 def test_a_slow_asynchronous_load_holds_nobody_up(

@@ -82,6 +82,8 @@ class BlockMover:
         self._pool = storage.pool.flatten(2).view(torch.uint8)  # [N, L, E]
         self._host = host.blocks
         self._num_layers = storage.num_layers
+        if self._pool.is_cuda:
+            self._load_kernel()
         self._lanes: _Lanes = (
             _StreamLanes(storage.pool.device, self._num_layers)
             if storage.pool.is_cuda
@@ -139,6 +141,12 @@ class BlockMover:
 
     def close(self) -> None:
         self._lanes.close()
+
+    def _load_kernel(self) -> None:
+        """Copies a block that is nobody's: a kernel's first launch waits for everything that the device is at."""
+        block = self._pool.new_zeros(1, *self._pool.shape[1:])
+        ids = torch.zeros(1, dtype=torch.int32)
+        _BlockCopies(block, block.clone(), ids, ids)(0, self._num_layers)
 
     def _copies(self, copies: Sequence[Copy], *, load: bool) -> _BlockCopies | None:
         """None for no blocks."""

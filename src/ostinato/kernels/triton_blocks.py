@@ -18,7 +18,10 @@ _CHUNK = 2048  # words of 8 bytes that a program has on its way at once
 _MAX_PROGRAMS = 16
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first_layer", "num_pieces", "num_run"],
+    do_not_specialize_on_alignment=["source_ids", "target_ids"],
+)
 def copy_blocks_kernel(
     source,
     target,
@@ -26,15 +29,16 @@ def copy_blocks_kernel(
     target_ids,
     first_layer,
     num_pieces,
-    NUM_RUN: tl.constexpr,
+    num_run,
     NUM_LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Grid (P,): program p copies pieces p, p + P, ...; a piece is one layer of one block, WORDS words."""
+    """Grid (P,): program p copies pieces p, p + P, ...; a piece is one of `num_run` layers of one block, WORDS words.
+    One kernel for a pool, whichever layers and however many blocks, so that none is compiled or loaded for a step."""
     for piece in range(tl.program_id(0), num_pieces, tl.num_programs(0)):
-        block = piece // NUM_RUN
-        layer = first_layer + piece % NUM_RUN
+        block = piece // num_run
+        layer = first_layer + piece % num_run
         read = (tl.load(source_ids + block).to(tl.int64) * NUM_LAYERS + layer) * WORDS
         write = (tl.load(target_ids + block).to(tl.int64) * NUM_LAYERS + layer) * WORDS
         for begin in range(0, WORDS, CHUNK):
@@ -51,6 +55,6 @@ def copy_blocks(
     words = source.shape[2] // 8
     copy_blocks_kernel[(min(num_pieces, _MAX_PROGRAMS),)](
         source.view(torch.int64), target.view(torch.int64), source_ids, target_ids, first_layer, num_pieces,
-        NUM_RUN=num_layers, NUM_LAYERS=source.shape[1], WORDS=words, CHUNK=min(_CHUNK, triton.next_power_of_2(words)),
+        num_layers, NUM_LAYERS=source.shape[1], WORDS=words, CHUNK=min(_CHUNK, triton.next_power_of_2(words)),
         num_warps=8,
     )  # fmt: skip

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
 import sanitize
 
@@ -207,6 +209,23 @@ def test_every_mode_runs_under_every_tool(
     ]
     assert "memcheck   clean" in capsys.readouterr().out
     assert str(tmp_path) not in out.read_text()
+
+
+def test_products_go_to_zeroed_memory_under_initcheck_alone(tmp_path: Path) -> None:
+    script = fake_tool(tmp_path, f"open(r'{tmp_path}/' + tool, 'w').write(' '.join(words))\n")
+    assert sanitize.main(["--sanitizer", str(script), "--no-warm-up"]) == 1
+    asked = {tool: (tmp_path / tool).read_text().split().count("--zeroed-products") for tool in sanitize.TOOLS}
+    assert asked == {"memcheck": 0, "initcheck": 1, "racecheck": 0}
+
+
+def test_products_in_zeroed_memory_are_those_of_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    linear = functional.linear
+    monkeypatch.setattr(functional, "linear", linear)  # so that it comes back
+    x, weight, bias = torch.randn(5, 8), torch.randn(6, 8), torch.randn(6)
+    sanitize.zero_products()
+    assert functional.linear is not linear
+    torch.testing.assert_close(functional.linear(x, weight), linear(x, weight))
+    torch.testing.assert_close(functional.linear(x, weight, bias), linear(x, weight, bias))
 
 
 def test_a_tool_that_takes_too_long(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -238,7 +238,7 @@ class Heads:
         ]  # fmt: skip
 
     def attend(self, config: FusedConfig, layer: int, out: Tensor) -> None:
-        triton_decode_fused.decode_attention(*self.arguments(layer, out), config)
+        triton_decode_fused.decode_attention(*self.arguments(layer, out), config=config)
 
 
 def record(run: Callable[[], None]) -> torch.cuda.CUDAGraph:

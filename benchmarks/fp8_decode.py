@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import sitting
+from cases import CaseError, hand_over, run_case
 from decoding import Decoding, UnexpectedError
 from ostinato import LLM
 from ostinato.cli.bench.accounting import decode_bytes
@@ -33,8 +32,6 @@ from ostinato.cli.footprint import footprint
 from ostinato.config import EngineConfig
 from ostinato.errors import OstinatoError
 
-MARK = "RESULT "
-"""Begins the line with the result of a process that measured."""
 SETTLE = 4
 """Steps before the first timed one: the pipeline is full."""
 
@@ -54,13 +51,11 @@ def main(argv: list[str] | None = None) -> int:
         "results": [],
     }
     for case in args.cases:
-        own = [sys.executable, __file__, *words, "--inside", case]
-        done = subprocess.run(own, stdout=subprocess.PIPE, text=True, env=dict(os.environ))
-        line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
-        if done.returncode or line is None:
-            print(f"fp8_decode: {case} ended with exit code {done.returncode}", file=sys.stderr)
+        try:
+            result = {"case": case, **run_case(Path(__file__), words, case), "sitting": sitting.stamp(sitting_id)}
+        except CaseError as error:
+            print(f"fp8_decode: {error}", file=sys.stderr)
             return 1
-        result = {"case": case, **json.loads(line.removeprefix(MARK)), "sitting": sitting.stamp(sitting_id)}
         first = (report["results"] or [result])[0]
         result["ratio"] = result["tpot_ms"]["median"] / first["tpot_ms"]["median"]
         result["bytes_ratio"] = result["read_bytes"] / first["read_bytes"]
@@ -73,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
 def inside(args: argparse.Namespace) -> int:
     """One format, in the process that is its own."""
     try:
-        print(MARK + json.dumps(measure(args)), flush=True)
+        hand_over(measure(args))
     except (OstinatoError, UnexpectedError) as error:
         print(f"fp8_decode: {error}", file=sys.stderr)
         return 1

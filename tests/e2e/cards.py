@@ -18,6 +18,7 @@ import torch
 import transformers
 
 from ostinato import LLM, SamplingParams, StaleGraphError
+from ostinato.cli.recording_lines import Line, recording_lines
 from ostinato.graphs.dispatch import Reason
 from ostinato.graphs.mode import RuntimeMode
 from ostinato.runner.inputs import StepBuffers
@@ -87,6 +88,44 @@ def poison(llm: LLM) -> None:
         tensor.fill_(NAN)
     if runner.buffers.work.gathered is not None:
         runner.buffers.work.gathered.pool.fill_(NAN)
+
+
+# -- long contexts -----------------------------------------------------------------------------------------------------
+
+SPLIT_KERNELS = ("decode_fused_kernel", "decode_kernel")
+"""Their grid's last number is into how many parts a decode step cuts each row's keys, which `choose_num_splits` takes
+from the longest row there may be: more programs of a launch for a longer context, never more launches."""
+
+
+def recordings_do_not_grow_with_the_context(model: TinyModel, max_model_lens: tuple[int, int], **options: Any) -> None:
+    """Nodes, order, dependencies, blocks and grids of every recording are those of the shorter `max_model_len`, but for
+    the parts of a row; so is what each segment is, graph or eager call."""
+    found = []
+    for max_model_len in max_model_lens:
+        blocks = 1 + max_model_len // 16
+        settings = {"max_model_len": max_model_len, "max_num_seqs": 4, "num_gpu_blocks_override": blocks, **options}
+        with open_llm(model, cudagraph_capture_sizes=[1, 2, 4, 128], **settings) as llm:
+            runner = llm.engine.runner
+            found.append(
+                {
+                    (line.mode, line.key): recording_lines(
+                        runner.store.get(line.mode, line.key), runner.model.config.num_layers
+                    )
+                    for line in runner.store.table()
+                }
+            )
+    short, long = found
+    assert short.keys() == long.keys()
+    assert {key.query_len for _, key in short} == {1, None}, "decode and mixed steps"
+    for index, lines in short.items():
+        assert [_form(line) for line in lines] == [_form(line) for line in long[index]], index
+
+
+def _form(line: Line) -> tuple[object, ...]:
+    """All of a node that may not depend on the context; sizes of tables and workspaces may (`detail`)."""
+    node = line.node
+    grid = node.grid[:2] if node.grid is not None and node.name in SPLIT_KERNELS else node.grid
+    return line.segment, node.layer, node.kind, node.name, grid, node.block, node.depends_on
 
 
 # -- half-updated static state -----------------------------------------------------------------------------------------

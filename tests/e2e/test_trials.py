@@ -29,6 +29,13 @@ def model(tiny_model: TinyFactory) -> TinyModel:
     return tiny_model("Llama", max_position_embeddings=2048)
 
 
+# -- long contexts -----------------------------------------------------------------------------------------------------
+
+
+def test_recordings_do_not_grow_with_the_context(model: TinyModel) -> None:
+    cards.recordings_do_not_grow_with_the_context(model, (256, 2048))
+
+
 # -- half-updated static state -----------------------------------------------------------------------------------------
 
 

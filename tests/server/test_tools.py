@@ -10,61 +10,15 @@ from typing import Any
 import openai
 import pytest
 
-from ..e2e.models import TinyModel, build_tiny, write_tokenizer
+from ..e2e.models import TinyModel
+from .calling import OPEN, TOOLS, USER, added_up, ask, build, check, of_message, tool
 from .conftest import open_llm
 from .running import Running, running
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 
-TEMPLATE = (
-    "{% if tools %}[tools]{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
-    "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] or '' }}"
-    "{% if 'tool_calls' in message %}{% for call in message['tool_calls'] %}"
-    "<{{ call['function']['name'] }}:"
-    "{% for key, value in call['function']['arguments'] | items %}{{ key }}={{ value }},"
-    "{% endfor %}>{% endfor %}{% endif %}"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-OPEN, CLOSE = 158, 159
-"""Ids of `<tool_call>` and `</tool_call>`."""
-
 CALL_ONCE = {str(OPEN): 100, "0": 50}
 """As a bias: the model begins a call at once, and ends when it may."""
-
-USER: Any = [{"role": "user", "content": "Weather?"}]
-
-
-def tool(name: str, **parameters: Any) -> Any:
-    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
-
-
-def numbers(name: str, *keys: str) -> Any:
-    return tool(
-        name,
-        type="object",
-        properties={key: {"$ref": "#/$defs/number"} for key in keys},
-        required=list(keys),
-        additionalProperties=False,
-        **{"$defs": {"number": {"enum": [1, 22, 333]}}},
-    )
-
-
-TOOLS = [numbers("add", "a", "b"), numbers("go-to", "place"), {"type": "function", "function": {"name": "stop"}}]
-KEYS = {"add": {"a", "b"}, "go-to": {"place"}, "stop": set()}
-
-
-def build(folder: Any, special: bool) -> TinyModel:
-    """The tags are tokens: as in Qwen, or special ones."""
-    model = build_tiny(folder, "Llama", vocab_size=160, max_position_embeddings=1024, tokenizer=True)
-    write_tokenizer(folder, OPEN)
-    path = folder / "tokenizer.json"
-    tokenizer = json.loads(path.read_text())
-    for number, tag in ((OPEN, "<tool_call>"), (CLOSE, "</tool_call>")):
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        tokenizer["added_tokens"].append({"id": number, "content": tag, "special": special, **plain})
-    path.write_text(json.dumps(tokenizer))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return model
 
 
 @contextmanager
@@ -88,49 +42,6 @@ def hermes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with serve(tmp_path_factory.mktemp("llama"), parser="llama3_json") as server:
         yield server
-
-
-def ask(server: Running, **options: Any) -> Any:
-    given = {"model": "tiny", "messages": USER, "tools": TOOLS, "max_tokens": 300, "seed": 3} | options
-    return server.client().chat.completions.create(**given)
-
-
-def check(name: str, arguments: str) -> None:
-    said = json.loads(arguments)
-    assert set(said) == KEYS[name]
-    assert all(value in (1, 22, 333) for value in said.values())
-
-
-def added_up(chunks: Any, index: int = 0) -> tuple[str | None, list[tuple[str, str]], str | None]:
-    """Content, calls and the reason of a stream's answer, each chunk looked at."""
-    content: str | None = None
-    calls: list[tuple[str, str]] = []
-    ids: list[str] = []
-    reason = None
-    for chunk in chunks:
-        for choice in chunk.choices:
-            if choice.index != index:
-                continue
-            assert reason is None, "more after the end"
-            if choice.delta.content is not None:
-                content = (content or "") + choice.delta.content
-            for call in choice.delta.tool_calls or ():
-                if call.index == len(calls):
-                    assert call.type == "function" and call.function.name
-                    ids.append(call.id)
-                    calls.append((call.function.name, call.function.arguments))
-                else:
-                    assert call.index == len(calls) - 1
-                    assert call.id is None and call.function.name is None
-                    calls[-1] = (calls[-1][0], calls[-1][1] + call.function.arguments)
-            reason = choice.finish_reason
-    assert len(set(ids)) == len(ids)
-    return content, calls, reason
-
-
-def of_message(choice: Any) -> tuple[str | None, list[tuple[str, str]], str | None]:
-    calls = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or ()]
-    return choice.message.content, calls, choice.finish_reason
 
 
 @pytest.mark.parametrize("parallel", [True, False])

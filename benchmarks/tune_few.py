@@ -136,7 +136,7 @@ def resident(config: FewConfig) -> list[int]:
 
 def attention_candidates(one: Model, num_rows: int) -> list[FusedConfig]:
     group, half = one.num_heads // one.num_kv_heads, one.head_size // 2
-    base = fused_config(num_rows, 2, group, one.head_size, half, 2, one.norm)
+    base = fused_config(num_rows, group, one.head_size, half, 2, one.norm)
     found = [base]
     for tile, num_warps, num_stages in itertools.product((64, 128, 256), (4, 8), (1, 2, 3)):
         if 8 <= tile * one.head_size // (32 * num_warps) <= 64:

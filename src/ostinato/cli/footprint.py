@@ -13,12 +13,14 @@ from ostinato.kernels.kv_formats import kv_format
 from ostinato.models.config import ModelConfig, parse_config
 from ostinato.models.weights import allocate, check_names, destinations
 from ostinato.runner import memory
-from ostinato.runner.inputs import StepBuffers
+from ostinato.runner.inputs import StepBuffers, TileShape
 from ostinato.runner.layout import ArenaLayout
 from ostinato.runner.state import RequestState
 from ostinato.weights.checkpoint import open_checkpoint
 
 _META = torch.device("meta")
+_NUM_SMS = 132
+"""Multiprocessors of an H200; others have about as many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,7 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
         dtype=dtype,
         device=_META,
         gather=resolve_gather(config, max_model_len, form.dtype),
+        tiles=TileShape(max_model_len, config.block_size, _NUM_SMS) if device_type == "cuda" else None,
     )
     weight_bytes = weights.num_bytes()
     embed = weights.embed.numel() * dtype.itemsize

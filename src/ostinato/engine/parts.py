@@ -23,7 +23,7 @@ from ostinato.models.ranges import LayerRanges
 from ostinato.models.weights import DecoderWeights, check_names, destinations, fill, fill_random
 from ostinato.runner import memory
 from ostinato.runner.checker import StepChecker
-from ostinato.runner.inputs import StepBuffers
+from ostinato.runner.inputs import StepBuffers, TileShape
 from ostinato.runner.layout import ArenaLayout
 from ostinato.runner.runner import Runner
 from ostinato.runner.state import RequestState
@@ -177,6 +177,7 @@ def make_runner(
             dtype=weights.dtype,
             device=weights.device,
             gather=gather,
+            tiles=tile_shape(config.block_size, max_model_len, weights.device),
         ),
         backend=make_backend(weights.device),
         dispatcher=dispatcher,
@@ -185,6 +186,13 @@ def make_runner(
         capture=Capture(config.capture),
         connector=connector,
     )
+
+
+def tile_shape(block_size: int, max_model_len: int, device: torch.device) -> TileShape | None:
+    """Of the lists that the kernels of a CUDA device read."""
+    if device.type != "cuda":
+        return None
+    return TileShape(max_model_len, block_size, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def connect(config: EngineConfig, runner: Runner, scheduler: Scheduler) -> None:

@@ -20,10 +20,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ostinato.kernels.decode_tiles import DecodeTiles
+
 __all__ = [
+    "DecodeTiles",
     "SamplingState",
     "add_rms_norm",
     "advance",
+    "attend_tiles",
     "attention",
     "copy_blocks",
     "decode_attention",
@@ -37,10 +41,11 @@ __all__ = [
     "invariant_silu_mul",
     "kv_write",
     "logprobs",
-    "plan_parts",
+    "plan_tiles",
     "prepare",
     "rms_norm",
     "rope",
+    "rope_write",
     "sample",
     "scatter",
     "silu_mul",
@@ -115,15 +120,32 @@ _OPS: Final = (
         "triton_attention",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
         "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out, "
-        "Tensor? kv_scales=None, Tensor(b!)? counters=None, Tensor? parts=None, Tensor(c!)? partials=None) -> ()",
+        "Tensor? kv_scales=None, bool singles=True) -> ()",
         _no_output,
     ),
     _Op(
-        "plan_parts",
-        "reference_attention",
-        "triton_decode_split",
-        "(Tensor seq_lens, Tensor query_start, int query_len, int num_rows, int num_kv_heads, int places, "
-        "Tensor(a!) parts) -> ()",
+        "plan_tiles",
+        "reference_tiles",
+        "triton_decode_tiles",
+        "(Tensor seq_lens, Tensor query_start, Tensor block_table, Tensor row_slot, int query_len, int num_rows, "
+        "int block_size, int tile, Tensor(a!) starts, Tensor(b!) info, Tensor(c!) cells) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "attend_tiles",
+        "reference_tiles",
+        "triton_decode_tiles",
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor starts, Tensor info, Tensor cells, Tensor query_start, "
+        "float scale, int query_len, int num_rows, int tile, int num_programs, Tensor(a!) out, Tensor(b!) counters, "
+        "Tensor(c!) partials, Tensor? kv_scales=None) -> ()",
+        _no_output,
+    ),
+    _Op(
+        "rope_write",
+        "reference_tiles",
+        "triton_rope_write",
+        "(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, "
+        "float eps, Tensor slot_mapping, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? kv_scales=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -133,7 +155,7 @@ _OPS: Final = (
         "(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
         "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor row_slot, "
         "Tensor seq_lens, float scale, int num_rows, int num_splits, Tensor(c!) out, Tensor(d!) counters, "
-        "bool pdl=False, Tensor? kv_scales=None, Tensor? parts=None, Tensor(e!)? partials=None) -> ()",
+        "bool pdl=False, Tensor? kv_scales=None, Tensor(e!)? partials=None) -> ()",
         _no_output,
     ),
     _Op(
@@ -274,7 +296,9 @@ _LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # the reg
 _prepare: Final = torch.ops.ostinato.prepare.default
 _kv_write: Final = torch.ops.ostinato.kv_write.default
 _attention: Final = torch.ops.ostinato.attention.default
-_plan_parts: Final = torch.ops.ostinato.plan_parts.default
+_plan_tiles: Final = torch.ops.ostinato.plan_tiles.default
+_attend_tiles: Final = torch.ops.ostinato.attend_tiles.default
+_rope_write: Final = torch.ops.ostinato.rope_write.default
 _decode_attention: Final = torch.ops.ostinato.decode_attention.default
 _rms_norm: Final = torch.ops.ostinato.rms_norm.default
 _add_rms_norm: Final = torch.ops.ostinato.add_rms_norm.default
@@ -366,9 +390,7 @@ def attention(
     num_splits: int,
     out: Tensor,
     kv_scales: Tensor | None = None,
-    counters: Tensor | None = None,
-    parts: Tensor | None = None,
-    partials: Tensor | None = None,
+    singles: bool = True,
 ) -> None:
     """Causal attention of a step's queries over the paged cache, which already holds the step's own keys.
 
@@ -377,8 +399,8 @@ def attention(
     positions below `seq_len - q + j + 1`; padding gives zeros. Nothing outside a row's live positions is used, NaN
     included. `query_len` 0: as `query_start` says, which on CUDA is read for long queries of one length too.
     `num_splits` (short queries of one length, CUDA only) is how many programs share one row's keys. `kv_scales`: as
-    they were written with (see `kv_write`). `counters!`, `parts` and `partials!`, all three, as for `decode_attention`:
-    with them, rows of one token in a ragged step are attended to as in a decode step (CUDA only).
+    they were written with (see `kv_write`). `singles` false (a ragged step): rows of one token are left to
+    `attend_tiles`, to be called next.
     """
     _attention(
         q,
@@ -394,24 +416,99 @@ def attention(
         num_splits,
         out,
         kv_scales,
-        counters,
-        parts,
-        partials,
+        singles,
     )
 
 
-def plan_parts(
-    seq_lens: Tensor, query_start: Tensor, query_len: int, num_rows: int, num_kv_heads: int, places: int, parts: Tensor
+def plan_tiles(
+    seq_lens: Tensor,
+    query_start: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_len: int,
+    num_rows: int,
+    block_size: int,
+    tiles: DecodeTiles,
 ) -> None:
-    """Lists the parts in which a step's decoding rows are attended to, so that a device with room for `places` programs
-    is busy to the end: long rows are cut, but not where rows that are alike fill it just so.
+    """Lists the tiles of the rows of one token, each row's behind the ones of the row before.
 
-    `seq_lens [>=num_rows]`, `query_start [>=num_rows + 1]` (read with `query_len` 0: rows of other than one token have
-    no part), `parts! [1 + P]`: the tokens of a part, a multiple of 128, then one entry for each part, the index of a
-    part in its row times 65,536 plus the row; a row's follow one another; -1 where there are no more. P - num_rows, at
-    least 1, is how many parts more than rows there may be.
+    `seq_lens [>=num_rows]`, `query_start [>=num_rows + 1]`, `block_table [S, W]`, `row_slot [>=num_rows]`; of `tiles!`
+    `starts [>=num_rows + 1]`, `info [N, 2]`, `cells [N, U]`, with room for all tiles of all rows at full length. With
+    `query_len` 0 rows of other than one token have no tile; with 1 each row has at least one, even without positions.
+    What lies behind the last tile stays.
     """
-    _plan_parts(seq_lens, query_start, query_len, num_rows, num_kv_heads, places, parts)
+    _plan_tiles(
+        seq_lens,
+        query_start,
+        block_table,
+        row_slot,
+        query_len,
+        num_rows,
+        block_size,
+        tiles.tile,
+        tiles.starts,
+        tiles.info,
+        tiles.cells,
+    )
+
+
+def attend_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tiles: DecodeTiles,
+    query_start: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """`attention` of the rows that `plan_tiles` listed; tokens of no such row stay as they are.
+
+    `q [T, H, D]`, `k_cache [N, B, G, D]`, `v_cache [N, B, G, D]`, `query_start [>=num_rows + 1]`, `query_len` and
+    `num_rows` as for `plan_tiles`, `out! [T, H, D]`, `counters! [>=num_rows * G]` int32, zero before the first call and
+    after each, `partials!` float32 `[>=2 * num_programs * H * (D + 1)]`: workspace. Calls of one stream may share both.
+    """
+    _attend_tiles(
+        q,
+        k_cache,
+        v_cache,
+        tiles.starts,
+        tiles.info,
+        tiles.cells,
+        query_start,
+        scale,
+        query_len,
+        num_rows,
+        tiles.tile,
+        tiles.num_programs,
+        out,
+        counters,
+        partials,
+        kv_scales,
+    )
+
+
+def rope_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    cos_sin: Tensor,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """`rope` and `kv_write` in one: `q! [T, H, D]` is turned in place, `k [T, G, D]` stays and goes to the cache
+    turned, `v [T, G, D]` as it is. The rest as there."""
+    _rope_write(q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, kv_scales)
 
 
 def decode_attention(
@@ -436,7 +533,6 @@ def decode_attention(
     counters: Tensor,
     pdl: bool = False,
     kv_scales: Tensor | None = None,
-    parts: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
     """`rope`, `kv_write` and `attention` of a step with one token a row in one: takes raw q, k, v and keeps them.
@@ -446,8 +542,8 @@ def decode_attention(
     is the cell which the table gives for that, as `prepare` leaves it, and is not read back from the cache. `counters`
     must be zero before the first call, is zero again after each, and may be shared by calls of one stream.
 
-    `parts [1 + P]`, as `plan_parts` leaves it, instead of `num_splits` parts of each row. `partials!` float32, at least
-    P * H * (D + 1) of them: workspace, which calls of one stream may share. (Both CUDA only.)
+    `partials!` float32 `[>=num_rows * num_splits * H * (D + 1)]`: workspace, which calls of one stream may share;
+    without it the op makes its own (CUDA only).
 
     `pdl` launches programmatically where the device can (compute capability 9.0 on). Whatever wrote the integers, the
     tables and the cache's older cells must then have been complete when some kernel in between was started.
@@ -474,7 +570,6 @@ def decode_attention(
         counters,
         pdl,
         kv_scales,
-        parts,
         partials,
     )
 

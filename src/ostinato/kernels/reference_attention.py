@@ -14,9 +14,8 @@ from torch import Tensor
 
 from ostinato.kernels.kv_formats import decode, encode
 from ostinato.kernels.reference import rope
-from ostinato.kernels.splits import MIN_PART_UNITS, PART_ROWS, PART_UNIT
 
-__all__ = ["Row", "attention", "decode_attention", "kv_write", "live_rows", "plan_parts"]
+__all__ = ["Row", "attention", "decode_attention", "kv_write", "live_rows"]
 
 # Bounds the float32 score matrix of a long prompt at heads * 256 * length.
 _MAX_QUERIES_PER_CHUNK = 256
@@ -55,9 +54,7 @@ def attention(
     num_splits: int,
     out: Tensor,
     kv_scales: Tensor | None = None,
-    counters: Tensor | None = None,
-    parts: Tensor | None = None,
-    partials: Tensor | None = None,
+    singles: bool = True,
 ) -> None:
     """Causal attention of each row's new tokens over its paged keys and values, the new ones included.
 
@@ -67,12 +64,14 @@ def attention(
     with n tokens sees positions below seq_len - n + j + 1. Tokens that see nothing, and tokens of no row, get zeros.
 
     Nothing outside the first seq_len positions of a row is read: neither table entries nor cells. Scores, softmax and
-    the weighted sum are float32. kv_scales [2, G]: of what the cache holds. The splits, counters and parts only
-    matter on CUDA.
+    the weighted sum are float32. kv_scales [2, G]: of what the cache holds. `singles` false: the rows of one token get
+    zeros. The splits only matter on CUDA.
     """
     block_size = k_cache.shape[1]
     capacity = block_table.shape[1] * block_size
     rows = live_rows(row_slot, query_start, seq_lens, query_len, num_rows, num_tokens=q.shape[0])
+    if not singles:
+        rows = [row for row in rows if row.end - row.start != 1]
     out.zero_()
     if not rows:
         return
@@ -115,7 +114,6 @@ def decode_attention(
     counters: Tensor,
     pdl: bool = False,
     kv_scales: Tensor | None = None,
-    parts: Tensor | None = None,
     partials: Tensor | None = None,
 ) -> None:
     """`rope`, `kv_write` and `attention` of a step with one token a row in turn, but q and k stay as they are.
@@ -175,25 +173,3 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, seq_len: int, out: Tensor) 
             weights = weights.nan_to_num(nan=0.0)
         attended = torch.matmul(weights, values[:, :length]).view(num_kv_heads, group, n, head_size)
         out[begin : begin + n] = attended.permute(2, 0, 1, 3)
-
-
-def plan_parts(
-    seq_lens: Tensor, query_start: Tensor, query_len: int, num_rows: int, num_kv_heads: int, places: int, parts: Tensor
-) -> None:
-    """See `ops.plan_parts`."""
-    lens = seq_lens[:num_rows].long()
-    mine = torch.ones_like(lens, dtype=torch.bool)
-    if query_len == 0:
-        mine = query_start[: num_rows + 1].diff() == 1
-    units = torch.where(mine, (-(-lens // PART_UNIT)).clamp(min=1), 0)
-    total, longest, count = int(units.sum()), int(units.max()), int(mine.sum())
-    programs = count * num_kv_heads
-    share = -(-total // (parts.shape[0] - 1 - num_rows))
-    if programs <= places and programs * 4 >= places * 3 and longest * count * 4 <= total * 5:
-        share = longest
-    share = max(share, MIN_PART_UNITS)
-    each = torch.where(mine, -(-units // share), 0)
-    listed = [index * PART_ROWS + row for row, count in enumerate(each.tolist()) for index in range(count)]
-    parts[0] = share * PART_UNIT
-    parts[1 : len(listed) + 1] = torch.tensor(listed, dtype=parts.dtype)
-    parts[len(listed) + 1 :] = -1

@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MIN_PART_UNITS", "PART_ROWS", "PART_UNIT", "choose_num_splits", "decode_places", "extra_parts"]
-
-PART_UNIT = 128
-"""Tokens that the parts of a row are made of: whole tiles of every kernel."""
-MIN_PART_UNITS = 2
-"""Of a part at least: what a part costs beside its keys is then little."""
-PART_ROWS = 1 << 16
-"""In the list of parts an entry is the index of the part in its row times this, plus the row."""
+__all__ = ["choose_num_splits"]
 
 # Two decode programs of a common head group and query length fit on one multiprocessor (shared memory, registers).
 _PROGRAMS_PER_SM = 2
@@ -17,10 +10,6 @@ _PROGRAMS_PER_SM = 2
 _MIN_BLOCKS_PER_SPLIT = 8
 _MAX_SPLITS = 128
 _GOOD_ENOUGH = 0.85
-# Where rows fill the device its programs are small ones (`fused_config`).
-_SMALL_PROGRAMS_PER_SM = 4
-_PARTS_PER_PLACE = 3
-_MAX_EXTRA_PARTS = 1024
 
 
 def choose_num_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms: int) -> int:
@@ -45,17 +34,6 @@ def choose_num_splits(num_rows: int, num_kv_heads: int, max_blocks: int, num_sms
     shares = [_busy_share(programs * splits, places) for splits in range(1, limit + 1)]
     target = _GOOD_ENOUGH * max(shares)
     return next(index + 1 for index, share in enumerate(shares) if share >= target)
-
-
-def decode_places(num_sms: int) -> int:
-    """Programs of a decode step whose rows fill the device that run at one time."""
-    return _SMALL_PROGRAMS_PER_SM * num_sms
-
-
-def extra_parts(num_kv_heads: int, num_sms: int) -> int:
-    """Parts beyond one for each row that a step with unlike rows is cut into, at most: enough that each place gets
-    several, since the last ones to end keep the device busy in part for as long as one takes."""
-    return min(max(_PARTS_PER_PLACE * decode_places(num_sms) // num_kv_heads, 1), _MAX_EXTRA_PARTS)
 
 
 def _busy_share(programs: int, places: int) -> float:

@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ostinato.kernels.triton_attention_decode import DecodeConfig, decode_config
 from ostinato.kernels.triton_attention_tile import attend_tile, normalise
 from ostinato.kernels.triton_decode_heads import load_angles, load_pairs, normed, prefetch_tile, turned
-from ostinato.kernels.triton_decode_split import merge_parts, part_of, share_row
+from ostinato.kernels.triton_decode_split import merge_parts, share_row
 from ostinato.kernels.triton_kv_format import encoded, operand
 from ostinato.kernels.triton_launch import KernelCall, starts_early
 
@@ -48,21 +48,10 @@ __all__ = [
     "decode_call",
     "decode_fused_kernel",
     "fused_config",
-    "num_partial_floats",
-    "single_token_call",
 ]
 
 _LOG2_E = 1.4426950408889634
 _MERGED_PER_THREAD = 32  # floats of partial results that a merging thread has in flight
-
-_FILLING = {
-    (False, False): (64, 2, 4),
-    (True, False): (64, 2, 4),
-    (False, True): (64, 5, 4),
-    (True, True): (64, 5, 4),
-}
-"""Where rows fill the device, by whether queries and keys have a norm and the cache scales: tokens of a tile of up to
-128 dimensions, stages, warps. A norm's operands take registers, as does converting keys: half a tile then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,41 +64,23 @@ class FusedConfig:
     vector: int  # neighbouring dimensions whose rotation partners are neighbours too
 
 
-def fused_config(
-    num_rows: int,
-    num_splits: int,
-    group: int,
-    head_size: int,
-    half: int,
-    element_size: int,
-    norm: bool,
-    scaled: bool = False,
-) -> FusedConfig:
-    """`half`: rotated pairs of dimensions, half the width of the table of angles; `norm`: of queries and keys;
-    `scaled`: the cache is of one byte an element, which takes registers to convert.
+def fused_config(num_rows: int, group: int, head_size: int, half: int, element_size: int, norm: bool) -> FusedConfig:
+    """`half`: rotated pairs of dimensions, half the width of the table of angles; `norm`: of queries and keys.
 
-    Measured on an H200 (`benchmarks/kernel_decode_attention.py`, and `tune_few.py` for one to four rows). With one
-    split the rows fill the device: small programs, of which four or five fit a multiprocessor at once. With several it
-    is the latency of one program that counts: a large first tile, and threads enough to hold it.
+    Measured on an H200 (`benchmarks/kernel_decode_attention.py`, and `tune_few.py` for one to four rows). It is the
+    latency of one program that counts: a large first tile, and threads enough to hold it.
     """
     tiles = decode_config(1, group, head_size, element_size)
     if element_size == 2:
-        large = tiles.num_warps > 4
-        if num_splits == 1:
-            tile, num_stages, num_warps = _FILLING[norm, scaled]
-            tile //= max(tiles.head_pad // 128, 1)
-            tiles = replace(tiles, tile=tile, num_stages=num_stages, num_warps=num_warps)
-        else:
-            many_warps = tiles.head_pad <= 64 or (norm and num_rows <= 4) or large
-            tile = min(8192 // tiles.head_pad, 128)
-            tiles = replace(tiles, tile=tile, num_warps=8 if many_warps else 4, num_stages=1 if many_warps else 2)
+        many_warps = tiles.head_pad <= 64 or (norm and num_rows <= 4) or tiles.num_warps > 4
+        tile = min(8192 // tiles.head_pad, 128)
+        tiles = replace(tiles, tile=tile, num_warps=8 if many_warps else 4, num_stages=1 if many_warps else 2)
     live_pad = triton.next_power_of_2(group)
     in_flight = _MERGED_PER_THREAD * 32 * tiles.num_warps
     return FusedConfig(
         tiles=tiles,
         live_pad=live_pad,
-        # Rows that fill the device are cut into a few parts at most, and what merges them must not take registers.
-        chunk=min(max(in_flight // (live_pad * tiles.head_pad), 1), 8 if num_splits > 1 else 4),
+        chunk=min(max(in_flight // (live_pad * tiles.head_pad), 1), 8),
         vector=min(half & -half, 8),
     )
 
@@ -128,14 +99,12 @@ def decode_fused_kernel(
     v_cache,
     block_table,
     row_slot,
-    query_start,
     seq_lens,
     kv_scales,  # [2, G] float32
     out,
     partial_acc,
     partial_lse,
     counters,
-    parts,
     eps,
     scale,
     table_width,
@@ -170,35 +139,19 @@ def decode_fused_kernel(
     SCALED: tl.constexpr,
     NATIVE: tl.constexpr,
     PDL: tl.constexpr,
-    PARTS: tl.constexpr,
-    RAGGED: tl.constexpr,
 ):
-    """Grid (G, R, splits); with PARTS (G, length of the list). SPLIT: there may be several parts of a row. NATIVE: not
-    in the interpreter. RAGGED: the list has the rows of one token alone, wherever those are, which are turned and in
-    the cache already."""
+    """Grid (G, R, splits). SPLIT: there may be several parts of a row. NATIVE: not in the interpreter."""
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PARTS:
-        row, split, share = part_of(parts, TILE)
-        if row < 0:
-            return
     token = row.to(tl.int64)
-    if RAGGED:
-        token = tl.load(query_start + row).to(tl.int64)
     seq_len = tl.load(seq_lens + row)
+    slot = tl.load(slot_mapping + row)
     kv_len = tl.minimum(seq_len, table_width * BLOCK_SIZE)
-    num_cached = kv_len
-    if not RAGGED:
-        slot = tl.load(slot_mapping + row)
-        is_new = (slot >= 0) & (seq_len > 0)
-        num_cached = tl.where(is_new, tl.minimum(seq_len - 1, kv_len), kv_len)
-    if PARTS:
-        num_active = tl.maximum(tl.cdiv(tl.cdiv(kv_len, TILE), share), 1)
-    else:
-        share, num_active = share_row(kv_len, tl.num_programs(2), TILE)
+    is_new = (slot >= 0) & (seq_len > 0)
+    num_cached = tl.where(is_new, tl.minimum(seq_len - 1, kv_len), kv_len)
+    share, num_active = share_row(kv_len, tl.num_programs(2), TILE)
     if split >= num_active:
         return
-    if not RAGGED:
-        owns_new = is_new & (split == num_active - 1)
+    owns_new = is_new & (split == num_active - 1)
     first_tile = split * share
     last_tile = tl.minimum(first_tile + share, tl.cdiv(kv_len, TILE)) - 1  # below first_tile where kv_len is 0
 
@@ -220,9 +173,8 @@ def decode_fused_kernel(
             k_cache_stride_block, k_cache_stride_cell, v_cache_stride_block, v_cache_stride_cell,
             HEAD_SIZE, BLOCK_SIZE, TILE,
         )  # fmt: skip
-    if not RAGGED:
-        angles = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride
-        cos, sin = load_angles(angles, HEAD_PAD, HALF, VECTOR)
+    angles = cos_sin + tl.load(positions + row).to(tl.int64) * cos_sin_stride
+    cos, sin = load_angles(angles, HEAD_PAD, HALF, VECTOR)
     if NORM:
         q_scale, q_other_scale = load_pairs(q_weight, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
         k_scale, k_other_scale = load_pairs(k_weight, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
@@ -240,37 +192,34 @@ def decode_fused_kernel(
     # From here on keys and values are as stored, but in the type of the products.
     keys, values = operand(keys, q.dtype.element_ty, SCALED), operand(values, q.dtype.element_ty, SCALED)
     q_heads = q + token * q_stride_token + (head * q_stride_head)[:, None]
-    if RAGGED:
-        queries = tl.load(q_heads + dims[None, :], mask=is_query[:, None] & (dims < HEAD_SIZE)[None, :], other=0.0)
-    else:
-        queries, q_other = load_pairs(q_heads, is_query[:, None], HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
-        if owns_new:
-            new_head = k + token * k_stride_token + kv_head * k_stride_head
-            new_key, k_other = load_pairs(new_head, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
-            filled = (dims < HEAD_SIZE)[None, :]
-            v_head_new = v + token * v_stride_token + kv_head * v_stride_head
-            new_value = tl.load(v_head_new + dims[None, :], mask=filled, other=0).to(values.dtype)
-            if NORM:
-                new_key, k_other = normed(new_key, k_other, k_scale, k_other_scale, eps, HEAD_SIZE)
-            new_key = turned(new_key, k_other, cos, sin, NATIVE).to(keys.dtype)
-            own_cell = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
-            k_cell = k_head + own_cell[0] * k_cache_stride_block + own_cell[1] * k_cache_stride_cell
-            v_cell = v_head + own_cell[0] * v_cache_stride_block + own_cell[1] * v_cache_stride_cell
-            if SCALED:
-                stored_key = encoded(new_key, key_unit, k_cache.dtype.element_ty)
-                stored_value = encoded(new_value, value_unit, v_cache.dtype.element_ty)
-                tl.store(k_cell + dims[None, :], stored_key, mask=filled)
-                tl.store(v_cell + dims[None, :], stored_value, mask=filled)
-                new_key, new_value = stored_key.to(keys.dtype), stored_value.to(values.dtype)
-            else:
-                tl.store(k_cell + dims[None, :], new_key, mask=filled)
-                tl.store(v_cell + dims[None, :], new_value, mask=filled)
-            is_own = (at == seq_len - 1)[:, None]
-            keys = tl.where(is_own, new_key, keys)
-            values = tl.where(is_own, new_value, values)
+    queries, q_other = load_pairs(q_heads, is_query[:, None], HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
+    if owns_new:
+        new_head = k + token * k_stride_token + kv_head * k_stride_head
+        new_key, k_other = load_pairs(new_head, True, HEAD_SIZE, HEAD_PAD, HALF, VECTOR)
+        filled = (dims < HEAD_SIZE)[None, :]
+        v_head_new = v + token * v_stride_token + kv_head * v_stride_head
+        new_value = tl.load(v_head_new + dims[None, :], mask=filled, other=0).to(values.dtype)
         if NORM:
-            queries, q_other = normed(queries, q_other, q_scale, q_other_scale, eps, HEAD_SIZE)
-        queries = turned(queries, q_other, cos, sin, NATIVE)
+            new_key, k_other = normed(new_key, k_other, k_scale, k_other_scale, eps, HEAD_SIZE)
+        new_key = turned(new_key, k_other, cos, sin, NATIVE).to(keys.dtype)
+        own_cell = (slot // BLOCK_SIZE).to(tl.int64), slot % BLOCK_SIZE
+        k_cell = k_head + own_cell[0] * k_cache_stride_block + own_cell[1] * k_cache_stride_cell
+        v_cell = v_head + own_cell[0] * v_cache_stride_block + own_cell[1] * v_cache_stride_cell
+        if SCALED:
+            stored_key = encoded(new_key, key_unit, k_cache.dtype.element_ty)
+            stored_value = encoded(new_value, value_unit, v_cache.dtype.element_ty)
+            tl.store(k_cell + dims[None, :], stored_key, mask=filled)
+            tl.store(v_cell + dims[None, :], stored_value, mask=filled)
+            new_key, new_value = stored_key.to(keys.dtype), stored_value.to(values.dtype)
+        else:
+            tl.store(k_cell + dims[None, :], new_key, mask=filled)
+            tl.store(v_cell + dims[None, :], new_value, mask=filled)
+        is_own = (at == seq_len - 1)[:, None]
+        keys = tl.where(is_own, new_key, keys)
+        values = tl.where(is_own, new_value, values)
+    if NORM:
+        queries, q_other = normed(queries, q_other, q_scale, q_other_scale, eps, HEAD_SIZE)
+    queries = turned(queries, q_other, cos, sin, NATIVE)
     queries = operand(queries, q.dtype.element_ty, SCALED)
 
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
@@ -296,18 +245,15 @@ def decode_fused_kernel(
         tl.store(out_tile, result.to(out.dtype.element_ty), mask=stored)
     elif SPLIT:
         pair = row * tl.num_programs(0) + kv_head
-        if PARTS:
-            first, step = (tl.program_id(1) - split).to(tl.int64) * tl.num_programs(0) + kv_head, tl.num_programs(0)
-        else:
-            first, step = pair.to(tl.int64) * tl.num_programs(2), 1
-        part = (first + split * step) * GROUP + packed
+        first = pair.to(tl.int64) * tl.num_programs(2)
+        part = (first + split) * GROUP + packed
         tl.store(partial_lse + part, peak + tl.log2(total), mask=is_query)
         tl.store(partial_acc + part[:, None] * HEAD_SIZE + dims[None, :], result, mask=stored)
         # Every thread's part is stored before the one thread that publishes them all counts this program in.
         tl.debug_barrier()
         if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_active - 1:
             merge_parts(
-                partial_acc, partial_lse, out, token, kv_head, first, step, num_active,
+                partial_acc, partial_lse, out, token, kv_head, first, first, 1, num_active,
                 out_stride_token, out_stride_head, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK,
             )  # fmt: skip
             tl.store(counters + pair, 0)
@@ -335,21 +281,18 @@ def decode_attention(
     counters: Tensor,
     pdl: bool = False,
     kv_scales: Tensor | None = None,
-    parts: Tensor | None = None,
     partials: Tensor | None = None,
     config: FusedConfig | None = None,
 ) -> None:
-    """See `ops.decode_attention`. 16-bit or float32; last dimensions contiguous. `config`: instead of `fused_config`'s.
-
-    Without `partials` the workspace, of `num_partial_floats`, comes from the allocator: inside a recording, from the
-    graph's pool.
-    """
-    if num_rows < out.shape[0]:
+    """As `reference_attention.decode_attention`; `config` in place of the usual one. The grid follows from the
+    arguments' shapes and the ints alone."""
+    if q.shape[0] > num_rows:
         out[num_rows:].zero_()
-    decode_call(
-        q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        seq_lens, scale, num_rows, num_splits, out, counters, pdl, kv_scales, parts, partials, config,
-    )()  # fmt: skip
+    if num_rows > 0:
+        decode_call(
+            q, k, v, positions, cos_sin, q_norm, k_norm, eps, slot_mapping, k_cache, v_cache, block_table, row_slot,
+            seq_lens, scale, num_rows, num_splits, out, counters, pdl, kv_scales, partials, config,
+        )()  # fmt: skip
 
 
 def decode_call(
@@ -374,128 +317,34 @@ def decode_call(
     counters: Tensor,
     pdl: bool,
     kv_scales: Tensor | None,
-    parts: Tensor | None,
     partials: Tensor | None,
     config: FusedConfig | None = None,
 ) -> KernelCall:
     """The one launch of `decode_attention`, which leaves tokens behind the last row as they are."""
     num_heads, head_size = q.shape[1:]
-    if partials is None:
-        num_parts = num_rows * num_splits if parts is None else parts.shape[0] - 1
-        size = num_partial_floats(num_parts, num_heads, head_size) if num_parts > num_rows else 0
-        partials = torch.empty(size, dtype=torch.float32, device=q.device)
-    half, norm = cos_sin.shape[1] // 2, q_norm is not None
-    config = config or fused_config(
-        num_rows,
-        num_splits if parts is None else 1,
-        num_heads // k_cache.shape[2],
-        head_size,
-        half,
-        q.element_size(),
-        norm,
-        k_cache.element_size() == 1,
-    )
-    return _call(
-        q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot, None,
-        seq_lens, kv_scales, out, partials, counters, parts, eps, scale, num_rows, num_splits, config,
-        HALF=half, VECTOR=config.vector, NORM=norm, pdl=pdl and starts_early(q.device),
-    )  # fmt: skip
-
-
-def single_token_call(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    query_start: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    num_rows: int,
-    out: Tensor,
-    counters: Tensor,
-    parts: Tensor,
-    partials: Tensor,
-    kv_scales: Tensor | None,
-) -> KernelCall:
-    """`reference_attention.attention` with `query_len` 0, of the rows of one token, which are those in `parts`; the
-    others' outputs stay. The grid may end where `parts` has no more."""
-    num_heads, head_size = q.shape[1:]
-    config = fused_config(
-        num_rows, 1, num_heads // k_cache.shape[2], head_size, head_size // 2, q.element_size(), False,
-        k_cache.element_size() == 1,
-    )  # fmt: skip
-    return _call(
-        q, None, None, None, None, None, None, None, k_cache, v_cache, block_table, row_slot, query_start, seq_lens,
-        kv_scales, out, partials, counters, parts, 0.0, scale, num_rows, 1, config,
-        HALF=1, VECTOR=1, NORM=False, pdl=False,
-    )  # fmt: skip
-
-
-def num_partial_floats(num_parts: int, num_heads: int, head_size: int) -> int:
-    """Of the workspace for parts of rows: outputs, then one log-sum-exp for each."""
-    return num_parts * num_heads * (head_size + 1)
-
-
-def _call(
-    q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    positions: Tensor | None,
-    cos_sin: Tensor | None,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    slot_mapping: Tensor | None,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    row_slot: Tensor,
-    query_start: Tensor | None,
-    seq_lens: Tensor,
-    kv_scales: Tensor | None,
-    out: Tensor,
-    partials: Tensor,
-    counters: Tensor,
-    parts: Tensor | None,
-    eps: float,
-    scale: float,
-    num_rows: int,
-    num_splits: int,
-    config: FusedConfig,
-    *,
-    pdl: bool,
-    **choices: int,
-) -> KernelCall:
-    num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    grid = (num_kv_heads, num_rows, num_splits) if parts is None else (num_kv_heads, parts.shape[0] - 1, 1)
-    num_parts = grid[1] * grid[2]
-    split = num_parts > num_rows
-    partial_acc, partial_lse = (partials, partials[num_parts * num_heads * head_size :]) if split else (out, out)
+    half, norm, num_parts = cos_sin.shape[1] // 2, q_norm is not None, num_rows * num_splits
+    split = num_splits > 1
+    if split and partials is None:
+        partials = torch.empty(num_parts * num_heads * (head_size + 1), dtype=torch.float32, device=q.device)
+    partial_acc, partial_lse = (out, out)
+    if split:
+        assert partials is not None
+        partial_acc, partial_lse = partials, partials[num_parts * num_heads * head_size :]
+    group = num_heads // num_kv_heads
+    config = config or fused_config(num_rows, group, head_size, half, q.element_size(), norm)
     args = (
-        q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot,
-        query_start, seq_lens, kv_scales, out, partial_acc, partial_lse, counters, parts, eps, scale * _LOG2_E,
-        block_table.shape[1], 0 if cos_sin is None else cos_sin.stride(0), block_table.stride(0),
-        *q.stride()[:2], *_strides(k, 2), *_strides(v, 2), *k_cache.stride()[:3], *v_cache.stride()[:3],
-        *out.stride()[:2],
+        q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, block_table, row_slot, seq_lens,
+        kv_scales, out, partial_acc, partial_lse, counters, eps, scale * _LOG2_E, block_table.shape[1],
+        cos_sin.stride(0), block_table.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2],
+        *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
     )  # fmt: skip
-    tiles = config.tiles
-    options = choices | dict(
-        GROUP=num_heads // num_kv_heads, HEAD_SIZE=head_size, HEAD_PAD=tiles.head_pad, BLOCK_SIZE=block_size,
-        NUM_QUERIES=tiles.num_queries, TILE=tiles.tile, LIVE_PAD=config.live_pad, CHUNK=config.chunk, SPLIT=split,
-        SCALED=kv_scales is not None,
+    tiles, early = config.tiles, pdl and starts_early(q.device)
+    options = dict(
+        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=tiles.head_pad, HALF=half, VECTOR=config.vector,
+        NORM=norm, BLOCK_SIZE=block_size, NUM_QUERIES=tiles.num_queries, TILE=tiles.tile, LIVE_PAD=config.live_pad,
+        CHUNK=config.chunk, SPLIT=split, SCALED=kv_scales is not None,
         NATIVE=q.is_cuda,  # the interpreter, which runs on the CPU, has no inline assembly
-        PDL=pdl, PARTS=parts is not None, RAGGED=query_start is not None,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
-        maxnreg=_max_registers(config) if parts is not None else None,
+        PDL=early, num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=early,
     )  # fmt: skip
-    return KernelCall(decode_fused_kernel, grid, args, options)
-
-
-def _max_registers(config: FusedConfig) -> int | None:
-    """So that four programs fit a multiprocessor, where that costs no spilling."""
-    return 128 if config.tiles.num_warps == 4 and config.tiles.head_pad <= 128 else None
-
-
-def _strides(tensor: Tensor | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if tensor is None else tensor.stride()[:count]
+    return KernelCall(decode_fused_kernel, (num_kv_heads, num_rows, num_splits), args, options)

@@ -46,8 +46,8 @@ class AttentionArgs:
     seq_lens: torch.Tensor  # [Rmax] int32
     slot_mapping: torch.Tensor  # [Tmax] int32
     counters: torch.Tensor  # [Rmax * G] int32, zero between steps
-    parts: torch.Tensor | None  # [1 + P] int32: the decoding rows in parts, where they may fill the device
-    partials: torch.Tensor  # [>=P * H * (D + 1)] float32: workspace for these, or for `num_splits` parts of each row
+    tiles: ops.DecodeTiles | None  # of the rows of one token, where these may fill the device
+    partials: torch.Tensor  # float32: workspace for parts of rows, as `ops.attend_tiles` and `decode_attention` ask for
     num_rows: int
     query_len: int  # of every row; 0: ragged
     num_splits: int
@@ -62,6 +62,10 @@ class GatheredKV:
     pool: torch.Tensor  # [Rmax * W, 2, B, G, D], of the cache's format
     block_table: torch.Tensor  # [Rmax, W] int32: r * W + w, for good
     row_slot: torch.Tensor  # [Rmax] int32: r, for good
+
+    @property
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.block_table, self.row_slot
 
     @property
     def keys(self) -> torch.Tensor:
@@ -219,11 +223,15 @@ class _Attention:
         ops.rope(self.query, self.key, self.positions, model.cos_sin, layer.q_norm, layer.k_norm, eps)
 
     def __call__(self) -> None:
+        k_cache, v_cache, _ = self.cache
         if self.fused:
-            ops.decode_attention(*self._fused_args())
+            if (tiles := self.args.tiles) is None:
+                ops.decode_attention(*self._fused_args())
+            else:
+                ops.rope_write(*self._turned_and_written())
+                ops.attend_tiles(self.query, k_cache, v_cache, *self._tiles_args(tiles))
             return
         self._write()
-        k_cache, v_cache, _ = self.cache
         self._attend(k_cache, v_cache, self.args.block_table, self.args.row_slot)
 
     def _fused_args(self) -> tuple[Any, ...]:
@@ -252,9 +260,22 @@ class _Attention:
             a.counters,
             True,
             scales,
-            a.parts,
             a.partials,
         )
+
+    def _tiles_args(self, tiles: ops.DecodeTiles) -> tuple[Any, ...]:
+        """Of `ops.attend_tiles`, in its order, from `tiles` on."""
+        a, scales = self.args, self.cache.scales
+        rest = (self.model.scale, a.query_len, a.num_rows, self.out, a.counters, a.partials, scales)
+        return (tiles, a.query_start, *rest)
+
+    def _turned_and_written(self) -> tuple[Any, ...]:
+        """Of `ops.rope_write`, in its order."""
+        model, layer = self.model, self.layer
+        k_cache, v_cache, scales = self.cache
+        norms = (layer.q_norm, layer.k_norm, model.config.rms_norm_eps)
+        heads = (self.query, self.key, self.value, self.positions, model.cos_sin, *norms)
+        return (*heads, self.args.slot_mapping, k_cache, v_cache, scales)
 
     def prepare(self) -> Callable[[], None]:
         """The same as calling this, with as little left to the host as can be, for what runs between two graphs. What
@@ -273,19 +294,24 @@ class _Attention:
     def _prepared(self) -> Callable[[], None]:
         from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged
         from ostinato.kernels.triton_attention_prefill import prefill_call
-        from ostinato.kernels.triton_decode_fused import decode_call, single_token_call
+        from ostinato.kernels.triton_decode_fused import decode_call
+        from ostinato.kernels.triton_decode_tiles import attend_tiles_call
         from ostinato.kernels.triton_kv_write import kv_write_call
+        from ostinato.kernels.triton_rope_write import rope_write_call
 
         a, device, (k_cache, v_cache, scales) = self.args, self.query.device, self.cache
+        if a.tiles is None:
+            assert self.fused
+            return prepared_decode(decode_call(*self._fused_args()), device=device)
+        singles = attend_tiles_call(self.query, k_cache, v_cache, *self._tiles_args(a.tiles))
         if self.fused:
-            return prepared_decode(decode_call(*self._fused_args()), device)
-        assert a.parts is not None
+            return prepared_decode(rope_write_call(*self._turned_and_written()), singles, device=device)
         rows = (a.block_table, a.row_slot, a.query_start, a.seq_lens)
         over = (self.query, k_cache, v_cache, *rows, self.model.scale, a.num_rows, self.out)
         return prepared_ragged(
             kv_write_call(self.key, self.value, k_cache, v_cache, a.slot_mapping, scales),
-            single_token_call(*over, a.counters, a.parts, a.partials, scales),
             prefill_call(*over, scales, singles=False),
+            singles,
             device,
             a.live_rows,
         )
@@ -322,6 +348,7 @@ class _Attention:
                 scales,
             )
             return
+        tiles = a.tiles if a.query_len == 0 else None
         ops.attention(
             self.query,
             k_cache,
@@ -336,7 +363,7 @@ class _Attention:
             a.num_splits,
             self.out,
             scales,
-            a.counters,
-            a.parts,
-            a.partials,
+            tiles is None,
         )
+        if tiles is not None:
+            ops.attend_tiles(self.query, k_cache, v_cache, *self._tiles_args(tiles))

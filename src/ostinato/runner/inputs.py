@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from ostinato.kernels.splits import extra_parts
+from ostinato.kernels.decode_tiles import num_partial_floats, tile_size, tile_unit
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import GatheredKV, Workspace
 
@@ -34,9 +34,18 @@ class GatherShape:
         return tokens * 2 * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True)
+class TileShape:
+    """Of the list of tiles of decoding rows, and of what their parts go to: rows of up to `max_len` tokens."""
+
+    max_len: int
+    block_size: int
+    num_sms: int  # multiprocessors of the device
+
+
 class StepBuffers:
     """`pads` names the value that each derived input holds outside the live part of a step. `gather`: there is a
-    workspace for gathered keys and values."""
+    workspace for gathered keys and values. `tiles`: rows may be attended to tile by tile (CUDA)."""
 
     pads: ClassVar = {
         "token_ids": 0,
@@ -57,6 +66,7 @@ class StepBuffers:
         dtype: torch.dtype,
         device: torch.device,
         gather: GatherShape | None = None,
+        tiles: TileShape | None = None,
     ) -> None:
         def ints(size: int, pad: int) -> torch.Tensor:
             return torch.full((size,), pad, dtype=torch.int32, device=device)
@@ -79,13 +89,16 @@ class StepBuffers:
         )
         # zero between steps: the last program of a row and head to finish resets its own
         self.attention_counters = ints(max_rows * config.num_kv_heads, 0)
-        # Decoding rows in parts, where there are enough of them to fill the device.
-        cuda = device.type == "cuda"
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count if cuda else 0
-        self.num_extra_parts = extra_parts(config.num_kv_heads, num_sms) if cuda else 0
-        num_parts = max_rows + self.num_extra_parts if cuda else 0
-        self.attention_parts = ints(1 + num_parts, -1)
-        self.attention_partials = floats(num_parts * config.num_heads * (config.head_dim + 1), kind=torch.float32)
+        self.tile, num_tiles, units, num_floats = 0, 0, 0, 0
+        if tiles is not None:
+            self.tile = tile_size(config.head_dim, dtype.itemsize)
+            num_tiles = max_rows * -(-tiles.max_len // self.tile)
+            units = self.tile // tile_unit(self.tile, tiles.block_size)
+            num_floats = num_partial_floats(config.num_heads, config.num_kv_heads, config.head_dim, tiles.num_sms)
+        self.tile_starts = ints(max_rows + 1, 0)
+        self.tile_info = ints(num_tiles * 2, 0).view(-1, 2)
+        self.tile_cells = ints(num_tiles * units, 0).view(num_tiles, units)
+        self.attention_partials = floats(num_floats, kind=torch.float32)
         self.logits = floats(max_rows, config.vocab_size)
         self.adjusted = floats(max_rows, config.vocab_size, kind=torch.float32)
         self.logprob_values = floats(max_rows, LOGPROB_COLUMNS, kind=torch.float32)
@@ -97,8 +110,10 @@ class StepBuffers:
     def named(self) -> Iterator[tuple[str, torch.Tensor]]:
         names = (
             "attention_counters",
-            "attention_parts",
             "attention_partials",
+            "tile_starts",
+            "tile_info",
+            "tile_cells",
             "logits",
             "adjusted",
             "logprob_values",

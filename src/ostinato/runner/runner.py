@@ -28,7 +28,8 @@ from ostinato.graphs.recorder import Cut, Recorder, no_cut, prepared
 from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
-from ostinato.kernels.splits import choose_num_splits, decode_places
+from ostinato.kernels.decode_tiles import DecodeTiles, tile_config, tile_programs
+from ostinato.kernels.splits import choose_num_splits
 from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
 from ostinato.models.weights import DecoderWeights
@@ -414,15 +415,16 @@ class Runner:
             buffers.logit_index,
         )
         attention = self._attention_args(key)
-        if attention.parts is not None:
-            ops.plan_parts(
+        if attention.tiles is not None:
+            gathered = buffers.work.gathered
+            ops.plan_tiles(
                 buffers.seq_lens,
                 state["query_start"],
+                *((state["block_table"], state["row_slot"]) if gathered is None else gathered.tables),
                 query_len,
                 key.num_rows,
-                self.model.config.num_kv_heads,
-                decode_places(self._num_sms),
-                attention.parts,
+                self._block_size,
+                attention.tiles,
             )
         if self._connector is not None:
             cut = self._with_connector(self._connector, mode, cut)
@@ -496,12 +498,10 @@ class Runner:
 
     def _attention_args(self, key: BatchKey) -> AttentionArgs:
         state, buffers, config = self.state, self.buffers, self.model.config
-        num_splits, parts = 1, None
+        num_splits = 1
         if key.query_len:
             width = state.layout.table_width
             num_splits = choose_num_splits(key.num_rows, config.num_kv_heads, width, self._num_sms)
-        if self._cuda and not self.model.batch_invariant and (key.query_len or 0) <= 1 and num_splits == 1:
-            parts = buffers.attention_parts[: 1 + key.num_rows + buffers.num_extra_parts]
         return AttentionArgs(
             block_table=state["block_table"],
             row_slot=state["row_slot"],
@@ -509,13 +509,26 @@ class Runner:
             seq_lens=buffers.seq_lens,
             slot_mapping=buffers.slot_mapping,
             counters=buffers.attention_counters,
-            parts=parts,
+            tiles=self._tiles(key, num_splits),
             partials=buffers.attention_partials,
             num_rows=key.num_rows,
             query_len=key.query_len or 0,
             num_splits=num_splits,
             live_rows=lambda: self._live_rows,
         )
+
+    def _tiles(self, key: BatchKey, num_splits: int) -> DecodeTiles | None:
+        """Where rows of one token fill the device, and where they run beside prompts."""
+        buffers, config = self.buffers, self.model.config
+        if not buffers.tile or self.model.batch_invariant:
+            return None
+        if key.query_len:
+            fill = num_splits == 1 and key.num_rows * config.num_kv_heads >= self._num_sms
+            if key.query_len > 1 or not fill or buffers.work.gathered is not None:
+                return None
+        tiling = tile_config(config.head_dim, buffers.work.qkv.element_size(), self.storage.pool.element_size())
+        num_programs = tile_programs(tiling, config.num_kv_heads, self._num_sms)
+        return DecodeTiles(buffers.tile_starts, buffers.tile_info, buffers.tile_cells, buffers.tile, num_programs)
 
     # -- the host's differences --------------------------------------------------------------------------------------
 

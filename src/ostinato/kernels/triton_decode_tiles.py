@@ -1,0 +1,384 @@
+"""Decode attention over a list of tiles: rows that fill the device, in equal shares whatever their lengths.
+
+One program for each row and kv head would begin anew 2,000 times a layer, each time behind a chain of loads (length,
+table, keys), and the longest row would end last, alone. So once a step `plan_tiles` lists the tiles of all rows, one
+row behind the other, with what a program needs to load one: where its cells are, how many positions exist, whose it is.
+Each layer then divides the list evenly among as many programs as the device runs at a time. A program walks over its
+share in one loop, which loads tiles ahead across the borders of rows; at such a border it writes out one row and begins
+the next. Only the first and the last row of a share may have parts elsewhere: those go to a workspace, and the last
+program of a row to finish merges them (stream-K, Osama et al. 2023, and Flash-Decoding, Dao et al. 2023).
+
+The counter of a merged row is incremented with acquire-release order at device scope behind a barrier of the program,
+so the merging program sees every part, and it sets the counter back to zero.
+
+Keys and values of the step's own tokens are in the cache before (`rope_write`, `kv_write`).
+
+Legend: R rows, N tiles of the step, U cell indices of a tile, P programs of a kv head, M query heads of a kv head.
+"""
+# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-incomplete-defs=False
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from ostinato.kernels.decode_tiles import (
+    FIRST_TILE,
+    LAST_TILE,
+    TILE_ROWS,
+    VALID_SHIFT,
+    DecodeTiles,
+    TileConfig,
+    tile_config,
+    tile_unit,
+)
+from ostinato.kernels.triton_attention_tile import normalise
+from ostinato.kernels.triton_decode_split import merge_parts
+from ostinato.kernels.triton_kv_format import operand
+from ostinato.kernels.triton_launch import KernelCall, starts_early
+
+__all__ = ["attend_tiles", "attend_tiles_call", "attend_tiles_kernel", "plan_tiles", "plan_tiles_kernel"]
+
+_LOG2_E = 1.4426950408889634
+_ROWS = tl.constexpr(TILE_ROWS)
+_VALID = tl.constexpr(VALID_SHIFT)
+_FIRST = tl.constexpr(FIRST_TILE)
+_LAST = tl.constexpr(LAST_TILE)
+_PLAN_TILES = 32
+"""Tiles that a planning program lists at a time."""
+_MERGED = 4
+"""Parts merged at a time; a row has rarely more than two or three."""
+_MIN_QUERIES = 16
+"""Of a matrix product on tensor cores."""
+
+
+@triton.jit(do_not_specialize=["num_rows", "table_width"])
+def plan_tiles_kernel(
+    seq_lens,
+    query_start,
+    block_table,
+    row_slot,
+    starts,
+    info,
+    cells,
+    num_rows,
+    table_width,
+    table_stride,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    RAGGED: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Grid (R,): one row each. Which tiles come before is for every program to count."""
+    row = tl.program_id(0)
+    rows = tl.arange(0, ROWS)
+    mine = rows < num_rows
+    lens = tl.minimum(tl.load(seq_lens + rows, mask=mine, other=0), table_width * BLOCK_SIZE)
+    token = row
+    if RAGGED:
+        begin = tl.load(query_start + rows, mask=mine, other=0)
+        mine = mine & (tl.load(query_start + rows + 1, mask=mine, other=0) - begin == 1)
+        token = tl.load(query_start + row)
+    each = tl.where(mine, tl.maximum(tl.cdiv(lens, TILE), 1), 0)
+    before = tl.sum(tl.where(rows < row, each, 0), 0)
+    count = tl.sum(tl.where(rows == row, each, 0), 0)
+    length = tl.sum(tl.where(rows == row, lens, 0), 0)
+    tl.store(starts + row, before)
+    if row == num_rows - 1:
+        tl.store(starts + num_rows, before + count)
+    table = block_table + tl.load(row_slot + row).to(tl.int64) * table_stride
+    UNITS: tl.constexpr = TILE // UNIT
+    for first in range(0, count, CHUNK):
+        tile = first + tl.arange(0, CHUNK)
+        valid = tl.minimum(tl.maximum(length - tile * TILE, 0), TILE)
+        ends = tl.where(tile == 0, _FIRST, 0) | tl.where(tile == count - 1, _LAST, 0)
+        at = info + 2 * (before + tile)
+        tl.store(at, row | (valid << _VALID) | ends, mask=tile < count)
+        tl.store(at + 1, token, mask=tile < count)
+        unit = first * UNITS + tl.arange(0, CHUNK * UNITS)
+        position = unit * UNIT
+        block = tl.load(table + position // BLOCK_SIZE, mask=position < length, other=0)
+        cell = block * BLOCK_SIZE + position % BLOCK_SIZE
+        tl.store(cells + before * UNITS + unit, cell, mask=unit < count * UNITS)
+
+
+def plan_tiles(
+    seq_lens: Tensor,
+    query_start: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    query_len: int,
+    num_rows: int,
+    block_size: int,
+    tile: int,
+    starts: Tensor,
+    info: Tensor,
+    cells: Tensor,
+) -> None:
+    """See `ops.plan_tiles`."""
+    if num_rows == 0:
+        starts[:1] = 0
+        return
+    plan_tiles_kernel[(num_rows,)](
+        seq_lens, query_start, block_table, row_slot, starts, info, cells, num_rows, block_table.shape[1],
+        block_table.stride(0), BLOCK_SIZE=block_size, TILE=tile, UNIT=tile_unit(tile, block_size),
+        RAGGED=query_len == 0, ROWS=triton.next_power_of_2(num_rows), CHUNK=_PLAN_TILES, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit
+def _begin(program, share, longer):
+    """First tile of a program: the first `longer` ones have one more than `share`."""
+    return program * share + tl.minimum(program, longer)
+
+
+@triton.jit
+def _program_of(tile, share, longer):
+    """Which program has a tile; `share` may be 0, if no tile lies behind those of the longer ones."""
+    behind = tile - longer * (share + 1)
+    return tl.where(behind < 0, tile // (share + 1), longer + behind // tl.maximum(share, 1))
+
+
+@triton.jit
+def _finish(
+    row, kv_head, starts, query_start, share, longer, partial_acc, partial_lse, out, counters,
+    out_stride_token, out_stride_head, num_kv_heads,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, LIVE_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Counts this program in as done with a row that others have parts of; the last one merges them."""
+    first_tile = tl.load(starts + row)
+    first = _program_of(first_tile, share, longer)
+    num_parts = _program_of(tl.load(starts + row + 1) - 1, share, longer) - first + 1
+    pair = row * num_kv_heads + kv_head
+    if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
+        token = row
+        if RAGGED:
+            token = tl.load(query_start + row)
+        # A program's first row has the first of its two places; where the row only begins behind that, the second.
+        place = 2 * first.to(tl.int64)
+        begins_inside = (first_tile > _begin(first, share, longer)).to(tl.int64)
+        merge_parts(
+            partial_acc, partial_lse, out, token, kv_head, (place + begins_inside) * num_kv_heads + kv_head,
+            place * num_kv_heads + kv_head, 2 * num_kv_heads, num_parts, out_stride_token, out_stride_head,
+            GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK,
+        )  # fmt: skip
+        tl.store(counters + pair, 0)
+
+
+@triton.jit
+def _prefetch(pointers, inside):
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
+        "=r,l,r", [pointers.to(tl.int64), inside.to(tl.int32)], tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def attend_tiles_kernel(
+    q,
+    k_cache,
+    v_cache,
+    starts,
+    info,
+    cells,
+    query_start,
+    kv_scales,  # [2, G] float32
+    out,
+    partial_acc,
+    partial_lse,
+    counters,
+    scale,
+    q_stride_token,
+    q_stride_head,
+    k_cache_stride_block,
+    k_cache_stride_cell,
+    k_cache_stride_head,
+    v_cache_stride_block,
+    v_cache_stride_cell,
+    v_cache_stride_head,
+    out_stride_token,
+    out_stride_head,
+    num_rows,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_QUERIES: tl.constexpr,
+    LIVE_PAD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    SCALED: tl.constexpr,
+    NATIVE: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid (G, P). NATIVE: not in the interpreter."""
+    kv_head, program = tl.program_id(0), tl.program_id(1)
+    num_kv_heads = tl.num_programs(0)
+    num_tiles = tl.load(starts + num_rows)
+    share, longer = num_tiles // tl.num_programs(1), num_tiles % tl.num_programs(1)
+    begin, end = _begin(program, share, longer), _begin(program + 1, share, longer)
+    UNITS: tl.constexpr = TILE // UNIT
+    k_head = k_cache + kv_head * k_cache_stride_head
+    v_head = v_cache + kv_head * v_cache_stride_head
+    dims = tl.arange(0, HEAD_PAD)
+    places = tl.arange(0, TILE)
+    if PDL:
+        if NATIVE and begin < end:
+            # What the predecessor still writes is one cell of the row's last tile: asking for it in L2 reads nothing.
+            cell = tl.load(cells + begin * UNITS + places // UNIT) + places % UNIT
+            block, inside = (cell // BLOCK_SIZE).to(tl.int64), cell % BLOCK_SIZE
+            exists = places < ((tl.load(info + 2 * begin) >> _VALID) & 0xFF)
+            LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth
+            for at in tl.static_range(0, HEAD_SIZE, LINE):
+                _prefetch(k_head + block * k_cache_stride_block + inside * k_cache_stride_cell + at, exists)
+                _prefetch(v_head + block * v_cache_stride_block + inside * v_cache_stride_cell + at, exists)
+        gdc_wait()
+        gdc_launch_dependents()
+    if begin >= end:
+        return
+    if SCALED:
+        scale *= tl.load(kv_scales + kv_head)
+
+    packed = tl.arange(0, NUM_QUERIES)
+    is_query = packed < GROUP
+    heads = (kv_head * GROUP + packed)[:, None]
+    stored = is_query[:, None] & (dims < HEAD_SIZE)[None, :]
+    q_heads = q + heads * q_stride_head + dims[None, :]
+    out_heads = out + heads * out_stride_head + dims[None, :]
+    first_place = (2 * program * num_kv_heads + kv_head).to(tl.int64) * GROUP + packed
+    acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
+    peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([NUM_QUERIES], dtype=tl.float32)
+    whole = False  # whether the present row has begun here
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        word = tl.load(info + 2 * tile)
+        token = tl.load(info + 2 * tile + 1).to(tl.int64)
+        cell = tl.load(cells + tile * UNITS + places // UNIT) + places % UNIT
+        exists = places < ((word >> _VALID) & 0xFF)
+        block, inside = (cell // BLOCK_SIZE).to(tl.int64), cell % BLOCK_SIZE
+        readable = exists[:, None] & (dims < HEAD_SIZE)[None, :]
+        k_cells = k_head + (block * k_cache_stride_block + inside * k_cache_stride_cell)[:, None] + dims[None, :]
+        v_cells = v_head + (block * v_cache_stride_block + inside * v_cache_stride_cell)[:, None] + dims[None, :]
+        keys = operand(tl.load(k_cells, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
+        values = operand(tl.load(v_cells, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
+        queries = tl.load(q_heads + token * q_stride_token, mask=stored, other=0.0)
+        scores = tl.dot(operand(queries, q.dtype.element_ty, SCALED), tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.where(exists[None, :], scores, float("-inf"))
+        # A row takes nothing over from the one before it, not even a NaN.
+        begins = (word & _FIRST) != 0
+        whole = whole | begins
+        peak = tl.where(begins, float("-inf"), peak)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # Of a row without positions all scores are -inf, and -inf - -inf is NaN.
+        origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - origin[:, None])
+        decay = tl.exp2(peak - origin)
+        peak = new_peak
+        total = tl.where(begins, 0.0, total * decay) + tl.sum(weights, 1)
+        acc = tl.where(begins, 0.0, acc * decay[:, None])
+        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        if (word & _LAST) != 0:
+            result = normalise(acc, total)
+            if SCALED:
+                result *= tl.load(kv_scales + num_kv_heads + kv_head)
+            tl.store(out_heads + token * out_stride_token, result.to(out.dtype.element_ty), mask=stored & whole)
+            partial = partial_acc + first_place[:, None] * HEAD_SIZE + dims[None, :]
+            tl.store(partial, result, mask=stored & (not whole))
+            tl.store(partial_lse + first_place, peak + tl.log2(total), mask=is_query & (not whole))
+
+    word = tl.load(info + 2 * begin)
+    first_row = word % _ROWS
+    began_before = (word & _FIRST) == 0
+    word = tl.load(info + 2 * (end - 1))
+    last_row = word % _ROWS
+    goes_on = (word & _LAST) == 0
+    if goes_on:
+        place = first_place + (tl.load(starts + last_row) > begin).to(tl.int64) * num_kv_heads * GROUP
+        result = normalise(acc, total)
+        if SCALED:
+            result *= tl.load(kv_scales + num_kv_heads + kv_head)
+        tl.store(partial_acc + place[:, None] * HEAD_SIZE + dims[None, :], result, mask=stored)
+        tl.store(partial_lse + place, peak + tl.log2(total), mask=is_query)
+    # Every thread's part is stored before the one thread that publishes them all counts this program in.
+    tl.debug_barrier()
+    if began_before:
+        _finish(
+            first_row, kv_head, starts, query_start, share, longer, partial_acc, partial_lse, out, counters,
+            out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
+        )  # fmt: skip
+    if goes_on and (first_row != last_row or not began_before):
+        _finish(
+            last_row, kv_head, starts, query_start, share, longer, partial_acc, partial_lse, out, counters,
+            out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
+        )  # fmt: skip
+
+
+def attend_tiles(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    starts: Tensor,
+    info: Tensor,
+    cells: Tensor,
+    query_start: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    tile: int,
+    num_programs: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    kv_scales: Tensor | None = None,
+) -> None:
+    """See `ops.attend_tiles`."""
+    if num_rows > 0:
+        attend_tiles_call(
+            q, k_cache, v_cache, DecodeTiles(starts, info, cells, tile, num_programs), query_start, scale, query_len,
+            num_rows, out, counters, partials, kv_scales,
+        )()  # fmt: skip
+
+
+def attend_tiles_call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    tiles: DecodeTiles,
+    query_start: Tensor,
+    scale: float,
+    query_len: int,
+    num_rows: int,
+    out: Tensor,
+    counters: Tensor,
+    partials: Tensor,
+    kv_scales: Tensor | None,
+    config: TileConfig | None = None,
+) -> KernelCall:
+    """The one launch of `attend_tiles`. A step with one length of queries is launched programmatically: then what lists
+    the tiles must have been complete when some kernel in between was started (see `triton_decode_fused`)."""
+    num_heads, head_size = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    group = num_heads // num_kv_heads
+    config = config or tile_config(head_size, q.element_size(), k_cache.element_size())
+    num_acc = 2 * tiles.num_programs * num_heads * head_size
+    args = (
+        q, k_cache, v_cache, *tiles[:3], query_start, kv_scales, out, partials, partials[num_acc:], counters,
+        scale * _LOG2_E, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2], num_rows,
+    )  # fmt: skip
+    pdl = query_len > 0 and starts_early(q.device)
+    options = dict(
+        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
+        NUM_QUERIES=max(triton.next_power_of_2(group), _MIN_QUERIES), LIVE_PAD=triton.next_power_of_2(group),
+        CHUNK=_MERGED, TILE=tiles.tile, UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
+        SCALED=kv_scales is not None, NATIVE=q.is_cuda, RAGGED=query_len == 0, PDL=pdl, num_warps=config.num_warps,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    return KernelCall(attend_tiles_kernel, (num_kv_heads, tiles.num_programs), args, options)

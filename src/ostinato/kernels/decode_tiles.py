@@ -65,9 +65,11 @@ def tile_size(head_size: int, element_size: int) -> int:
 def tile_config(head_size: int, element_size: int, cache_element_size: int) -> TileConfig:
     """Measured on an H200: two programs of a multiprocessor, each with two tiles of 32 KB on their way, or three with
     three of 16 KB, keep more of the memory busy than four with one, and leave places for a successor that starts
-    early."""
-    num_bytes = tile_size(head_size, element_size) * _next_power_of_2(head_size) * cache_element_size
-    return TileConfig(7, 4, 3) if num_bytes <= _TILE_BYTES // 2 else TileConfig(5, 4, 2)
+    early. A cache of one byte an element has to be converted, which takes warps rather than tiles."""
+    width = _next_power_of_2(head_size)
+    if element_size > 1 == cache_element_size:
+        return TileConfig(5, 4, 3 if width <= 128 else 1)
+    return TileConfig(7, 4, 3) if width * element_size <= 128 else TileConfig(5, 4, 2)
 
 
 def tile_unit(tile: int, block_size: int) -> int:

@@ -145,15 +145,14 @@ def _program_of(tile, share, longer):
 
 @triton.jit
 def _finish(
-    row, kv_head, starts, query_start, share, longer, partial_acc, partial_lse, out, counters,
+    row, first_tile, end_tile, kv_head, query_start, share, longer, partial_acc, partial_lse, out, counters,
     out_stride_token, out_stride_head, num_kv_heads,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, HEAD_PAD: tl.constexpr, LIVE_PAD: tl.constexpr, CHUNK: tl.constexpr,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
     """Counts this program in as done with a row that others have parts of; the last one merges them."""
-    first_tile = tl.load(starts + row)
     first = _program_of(first_tile, share, longer)
-    num_parts = _program_of(tl.load(starts + row + 1) - 1, share, longer) - first + 1
+    num_parts = _program_of(end_tile - 1, share, longer) - first + 1
     pair = row * num_kv_heads + kv_head
     if tl.atomic_add(counters + pair, 1, sem="acq_rel", scope="gpu") == num_parts - 1:
         token = row
@@ -232,10 +231,14 @@ def attend_tiles_kernel(
     places = tl.arange(0, TILE)
     if PDL:
         if NATIVE and begin < end:
-            # What the predecessor still writes is one cell of the row's last tile: asking for it in L2 reads nothing.
-            cell = tl.load(cells + begin * UNITS + places // UNIT) + places % UNIT
+            # The first two tiles. What the predecessor still writes is one cell of a row: asking for it in L2 reads
+            # nothing.
+            early = tl.arange(0, 2 * TILE)
+            listed = begin + early // TILE < end
+            cell = tl.load(cells + begin * UNITS + early // UNIT, mask=listed, other=0) + early % UNIT
             block, inside = (cell // BLOCK_SIZE).to(tl.int64), cell % BLOCK_SIZE
-            exists = places < ((tl.load(info + 2 * begin) >> _VALID) & 0xFF)
+            word = tl.load(info + 2 * (begin + early // TILE), mask=listed, other=0)
+            exists = early % TILE < ((word >> _VALID) & 0xFF)
             LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth
             for at in tl.static_range(0, HEAD_SIZE, LINE):
                 _prefetch(k_head + block * k_cache_stride_block + inside * k_cache_stride_cell + at, exists)
@@ -244,6 +247,12 @@ def attend_tiles_kernel(
         gdc_launch_dependents()
     if begin >= end:
         return
+    # What is asked at the end, when it would cost time: which rows have parts elsewhere, and how many.
+    first_word, last_word = tl.load(info + 2 * begin), tl.load(info + 2 * (end - 1))
+    first_row, last_row = first_word % _ROWS, last_word % _ROWS
+    began_before, goes_on = (first_word & _FIRST) == 0, (last_word & _LAST) == 0
+    first_begins, first_ends = tl.load(starts + first_row), tl.load(starts + first_row + 1)
+    last_begins, last_ends = tl.load(starts + last_row), tl.load(starts + last_row + 1)
     if SCALED:
         scale *= tl.load(kv_scales + kv_head)
 
@@ -269,6 +278,10 @@ def attend_tiles_kernel(
         v_cells = v_head + (block * v_cache_stride_block + inside * v_cache_stride_cell)[:, None] + dims[None, :]
         keys = operand(tl.load(k_cells, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
         values = operand(tl.load(v_cells, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
+        if SCALED and NATIVE:
+            # What the compiler cannot see through it cannot move. Converted in the layout of the product, each value
+            # would come from shared memory by itself, a byte at a time.
+            values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=2)
         queries = tl.load(q_heads + token * q_stride_token, mask=stored, other=0.0)
         scores = tl.dot(operand(queries, q.dtype.element_ty, SCALED), tl.trans(keys), input_precision="ieee") * scale
         scores = tl.where(exists[None, :], scores, float("-inf"))
@@ -294,14 +307,8 @@ def attend_tiles_kernel(
             tl.store(partial, result, mask=stored & (not whole))
             tl.store(partial_lse + first_place, peak + tl.log2(total), mask=is_query & (not whole))
 
-    word = tl.load(info + 2 * begin)
-    first_row = word % _ROWS
-    began_before = (word & _FIRST) == 0
-    word = tl.load(info + 2 * (end - 1))
-    last_row = word % _ROWS
-    goes_on = (word & _LAST) == 0
     if goes_on:
-        place = first_place + (tl.load(starts + last_row) > begin).to(tl.int64) * num_kv_heads * GROUP
+        place = first_place + (last_begins > begin).to(tl.int64) * num_kv_heads * GROUP
         result = normalise(acc, total)
         if SCALED:
             result *= tl.load(kv_scales + num_kv_heads + kv_head)
@@ -311,12 +318,12 @@ def attend_tiles_kernel(
     tl.debug_barrier()
     if began_before:
         _finish(
-            first_row, kv_head, starts, query_start, share, longer, partial_acc, partial_lse, out, counters,
+            first_row, first_begins, first_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out, counters,
             out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
         )  # fmt: skip
     if goes_on and (first_row != last_row or not began_before):
         _finish(
-            last_row, kv_head, starts, query_start, share, longer, partial_acc, partial_lse, out, counters,
+            last_row, last_begins, last_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out, counters,
             out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
         )  # fmt: skip
 

@@ -13,8 +13,9 @@ from ostinato.kernels.triton_launch import KernelCall, early, start
 
 __all__ = ["rope_write", "rope_write_call", "rope_write_kernel"]
 
-_HEADS = 4
-"""Heads of a program: 256 pairs at head size 128, two for each of four warps' threads."""
+_HEADS = (4, 16)
+"""Heads of a program: few where there are few tokens, and many where there would be many programs."""
+_MANY_TOKENS = 64
 
 
 @triton.jit
@@ -206,7 +207,8 @@ def rope_write_call(
     """The one launch of `rope_write`."""
     num_tokens, num_q, head_size = q.shape
     num_kv, rotated = k.shape[1], cos_sin.shape[1]
-    blocks = triton.cdiv(num_q, _HEADS) + 2 * triton.cdiv(num_kv, _HEADS)
+    heads = _HEADS[num_tokens > _MANY_TOKENS]
+    blocks = triton.cdiv(num_q, heads) + 2 * triton.cdiv(num_kv, heads)
     args = (
         q, k, v, positions, cos_sin, q_norm, k_norm, slot_mapping, k_cache, v_cache, kv_scales, eps,
         cos_sin.stride(0), *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3],
@@ -216,7 +218,7 @@ def rope_write_call(
         NUM_Q=num_q, NUM_KV=num_kv, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),
         HALF=rotated // 2, HALF_PAD=triton.next_power_of_2(rotated // 2),
         REST_PAD=triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0,
-        HEADS=_HEADS, NORM=q_norm is not None, BLOCK_SIZE=k_cache.shape[1], SCALED=kv_scales is not None,
+        HEADS=heads, NORM=q_norm is not None, BLOCK_SIZE=k_cache.shape[1], SCALED=kv_scales is not None,
         num_warps=4, **early(q.device),
     )  # fmt: skip
     return KernelCall(rope_write_kernel, (num_tokens, blocks), args, options)

@@ -2,10 +2,10 @@
 
     python benchmarks/tune_small.py results.json [--models llama-1b,...] [--rows 8,16,32,64,128,256] [--write FILE]
 
-Every candidate is timed in a CUDA graph of whole layers (norm, QKV, attention, O, norm, gate and up, down) with distinct
-weights, larger than the L2 cache, and the head. Candidates compile and are checked first, in parallel processes; then the
-config of one product after another is replaced where that makes the step faster; cuBLAS with separate ops is one of the
-candidates. Prints times and, with --write, puts what won into the table.
+Every candidate is timed in a CUDA graph of whole layers (norm, QKV, attention, O, norm, gate and up, down) with
+distinct weights, larger than the L2 cache, and the head. Candidates compile and are checked first, in parallel
+processes; then the config of one product after another is replaced where that makes the step faster; cuBLAS with
+separate ops is one of the candidates. Prints times and, with --write, puts what won into the table.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-import tune_few
 from torch import Tensor
-from tune_few import EPS, MODELS, READ_BYTES_PER_S, Heads, Model, Shape, random, record, replay_ms
 
+import tune_few
 from ostinato.kernels import ops, triton_small_gemm
 from ostinato.kernels.small_configs import SmallConfig
 from ostinato.kernels.small_tuned import TUNED
+from tune_few import EPS, MODELS, READ_BYTES_PER_S, Heads, Model, random, record, replay_ms
 
 CONTEXT: Final = 160
 PLACES: Final = ("qkv", "o", "gate_up", "down", "head")
@@ -164,7 +164,7 @@ class Step:
         if delta is None:
             return ops.rms_norm(self.stream, weight, EPS)
         if delta.dim() == 3:
-            return triton_small_gemm.add_parts_rms_norm(delta, self.stream, weight, EPS)
+            return ops.add_parts_rms_norm(delta, self.stream, weight, EPS)
         return ops.add_rms_norm(delta, self.stream, weight, EPS)
 
     def _product(self, place: str, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -272,7 +272,8 @@ def main() -> None:
             TUNED[product.kind, product.num_out, product.size, num_rows] = configs[product.place]
         floor = one.num_bytes / READ_BYTES_PER_S * 1e3
         report["steps"].append(
-            {"model": one.name, "rows": num_rows, "layers": one.num_layers, "floor_ms": floor, "configs": configs} | result
+            {"model": one.name, "rows": num_rows, "layers": one.num_layers, "floor_ms": floor, "configs": configs}
+            | result
         )  # fmt: skip
         print(one.name, num_rows, f"floor {floor:.4f}", result["ms"], result["count"], configs, flush=True)
         args.results.write_text(json.dumps(report))

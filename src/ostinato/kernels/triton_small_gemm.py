@@ -19,6 +19,8 @@ Legend: T rows, K inputs and N outputs of a projection, P parts, C hidden size.
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,7 +30,7 @@ from ostinato.kernels.small_configs import SmallConfig
 from ostinato.kernels.triton_few_tile import swiglu
 from ostinato.kernels.triton_launch import early
 
-__all__ = ["launch", "small_gemm_kernel"]
+__all__ = ["compile_time", "launch", "small_gemm_kernel"]
 
 
 @triton.jit
@@ -160,15 +162,30 @@ def launch(
     `[T, N]`, or `[P, T, N]` for each part's own share, which are to be added up."""
     (num_rows, size), num_out = x.shape, out.shape[-1]
     parts = out if out.dim() == 3 else out[None]
-    part_size = config.part_size(size, parts.shape[0])
-    divides = size % part_size == 0 and part_size % config.block_k == 0
-    bytes_16 = weight.data_ptr() % 16 == 0 and size * weight.element_size() % 16 == 0
-    none_empty = part_size * parts.shape[0] == size  # an empty part would ask for what is not there
-    prefetch = min(config.prefetch, part_size) if divides and none_empty and bytes_16 else 0
-    grid = (triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_out, config.block_n), parts.shape[0])
+    num_parts = parts.shape[0]
+    aligned = weight.data_ptr() % 16 == 0 and size * weight.element_size() % 16 == 0
+    grid = (triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_out, config.block_n), num_parts)
     small_gemm_kernel[grid](
-        x, weight, bias, parts, num_rows, num_out, size, part_size, x.stride(0), parts.stride(1), parts.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.num_stages, GATED=gated,
-        TURNED=config.turned, HAS_BIAS=bias is not None, EVEN_N=num_out % config.block_n == 0, EVEN_K=divides,
-        PREFETCH=prefetch, LANES=32 * config.num_warps, num_warps=config.num_warps, **early(weight.device),
+        x, weight, bias, parts, num_rows, num_out, size, config.part_size(size, num_parts), x.stride(0),
+        parts.stride(1), parts.stride(0), GATED=gated, HAS_BIAS=bias is not None, num_warps=config.num_warps,
+        **compile_time(config, num_out, size, num_parts, aligned=aligned), **early(weight.device),
     )  # fmt: skip
+
+
+def compile_time(config: SmallConfig, num_out: int, size: int, num_parts: int, *, aligned: bool) -> dict[str, Any]:
+    """The compile-time arguments that follow from a config and the shape. `aligned`: rows of the weight begin at
+    multiples of 16 bytes, without which nothing is asked for early."""
+    part_size = config.part_size(size, num_parts)
+    divides = size % part_size == 0 and part_size % config.block_k == 0
+    none_empty = part_size * num_parts == size  # an empty part would ask for what is not there
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+        "TURNED": config.turned,
+        "EVEN_N": num_out % config.block_n == 0,
+        "EVEN_K": divides,
+        "PREFETCH": min(config.prefetch, part_size) if divides and none_empty and aligned else 0,
+        "LANES": 32 * config.num_warps,
+    }

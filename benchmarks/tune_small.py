@@ -32,6 +32,7 @@ from ostinato.kernels.small_tuned import TUNED
 from tune_few import EPS, MODELS, READ_BYTES_PER_S, Heads, Model, random, record, replay_ms
 
 CONTEXT: Final = 160
+MAX_CONTEXT: Final = 512
 PLACES: Final = ("qkv", "o", "gate_up", "down", "head")
 GAIN: Final = 0.997
 """What a candidate's time over the best one's must be below."""
@@ -124,7 +125,7 @@ class Step:
     def __init__(self, one: Model, num_rows: int, pool: Tensor) -> None:
         self.one, self.num_rows, self.products = one, num_rows, products(one)
         self.norm = 1 + random(16384, scale=0.1)
-        self.heads = Heads(one, num_rows, one.num_layers)
+        self.heads = Heads(one, num_rows, one.num_layers, MAX_CONTEXT)
         self.heads.set_context(CONTEXT)
         self.stream = random(num_rows, one.layer[0].size)
         self.weights: dict[str, list[Tensor]] = {}
@@ -233,7 +234,6 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="small_tuned.py, in which the rows of these shapes are replaced")
     args = parser.parse_args()
     started = time.time()
-    tune_few.MAX_CONTEXT = 512
     models = [one for one in MODELS if one.name in args.models.split(",")]
     rows = [int(number) for number in args.rows.split(",")]
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count

@@ -204,9 +204,9 @@ def check_attention(case: tuple[str, int, FusedConfig]) -> str:
 class Heads:
     """Attention of a step: q, k and v in one buffer, and a cache for each layer."""
 
-    def __init__(self, one: Model, num_rows: int, num_layers: int) -> None:
+    def __init__(self, one: Model, num_rows: int, num_layers: int, max_context: int = MAX_CONTEXT) -> None:
         self.one, self.num_rows = one, num_rows
-        blocks = MAX_CONTEXT // BLOCK_SIZE
+        blocks = max_context // BLOCK_SIZE
         shape = (num_rows * blocks + 1, 2, BLOCK_SIZE, one.num_kv_heads, one.head_size)
         self.pools = [random(*shape) for _ in range(num_layers)]
         self.qkv = random(num_rows, one.num_heads + 2 * one.num_kv_heads, one.head_size)
@@ -215,7 +215,7 @@ class Heads:
         self.table = order.view(num_rows, blocks)
         self.row_slot = torch.arange(num_rows, dtype=torch.int32, device="cuda")
         self.seq_lens, self.positions, self.slots = (torch.zeros_like(self.row_slot) for _ in range(3))
-        angles = torch.rand((MAX_CONTEXT, one.head_size // 2), device="cuda") * 6.3
+        angles = torch.rand((max_context, one.head_size // 2), device="cuda") * 6.3
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
         self.norms = (1 + random(2, one.head_size, scale=0.1)).unbind() if one.norm else (None, None)
         self.counters = torch.zeros(num_rows * one.num_kv_heads, dtype=torch.int32, device="cuda")

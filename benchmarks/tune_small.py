@@ -2,10 +2,10 @@
 
     python benchmarks/tune_small.py results.json [--models llama-1b,...] [--rows 8,16,32,64,128,256] [--write FILE]
 
-Every candidate is timed in a CUDA graph of whole layers (norm, QKV, attention, O, norm, gate and up, down) with distinct
-weights, larger than the L2 cache, and the head. Candidates compile and are checked first, in parallel processes; then the
-config of one product after another is replaced where that makes the step faster; cuBLAS with separate ops is one of the
-candidates. Prints times and, with --write, puts what won into the table.
+Every candidate is timed in a CUDA graph of whole layers (norm, QKV, attention, O, norm, gate and up, down) with
+distinct weights, larger than the L2 cache, and the head. Candidates compile and are checked first, in parallel
+processes; then the config of one product after another is replaced where that makes the step faster; cuBLAS with
+separate ops is one of the candidates. Prints times and, with --write, puts what won into the table.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
-import tune_few
 from torch import Tensor
-from tune_few import EPS, MODELS, READ_BYTES_PER_S, Heads, Model, Shape, random, record, replay_ms
 
+import tune_few
 from ostinato.kernels import ops, triton_small_gemm
 from ostinato.kernels.small_configs import SmallConfig
 from ostinato.kernels.small_tuned import TUNED
+from tune_few import EPS, MODELS, READ_BYTES_PER_S, Heads, Model, random, record, replay_ms
 
 CONTEXT: Final = 160
+MAX_CONTEXT: Final = 512
 PLACES: Final = ("qkv", "o", "gate_up", "down", "head")
 GAIN: Final = 0.997
 """What a candidate's time over the best one's must be below."""
@@ -124,7 +125,7 @@ class Step:
     def __init__(self, one: Model, num_rows: int, pool: Tensor) -> None:
         self.one, self.num_rows, self.products = one, num_rows, products(one)
         self.norm = 1 + random(16384, scale=0.1)
-        self.heads = Heads(one, num_rows, one.num_layers)
+        self.heads = Heads(one, num_rows, one.num_layers, MAX_CONTEXT)
         self.heads.set_context(CONTEXT)
         self.stream = random(num_rows, one.layer[0].size)
         self.weights: dict[str, list[Tensor]] = {}
@@ -164,7 +165,7 @@ class Step:
         if delta is None:
             return ops.rms_norm(self.stream, weight, EPS)
         if delta.dim() == 3:
-            return triton_small_gemm.add_parts_rms_norm(delta, self.stream, weight, EPS)
+            return ops.add_parts_rms_norm(delta, self.stream, weight, EPS)
         return ops.add_rms_norm(delta, self.stream, weight, EPS)
 
     def _product(self, place: str, layer: int, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -233,7 +234,6 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="small_tuned.py, in which the rows of these shapes are replaced")
     args = parser.parse_args()
     started = time.time()
-    tune_few.MAX_CONTEXT = 512
     models = [one for one in MODELS if one.name in args.models.split(",")]
     rows = [int(number) for number in args.rows.split(",")]
     num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
@@ -272,7 +272,8 @@ def main() -> None:
             TUNED[product.kind, product.num_out, product.size, num_rows] = configs[product.place]
         floor = one.num_bytes / READ_BYTES_PER_S * 1e3
         report["steps"].append(
-            {"model": one.name, "rows": num_rows, "layers": one.num_layers, "floor_ms": floor, "configs": configs} | result
+            {"model": one.name, "rows": num_rows, "layers": one.num_layers, "floor_ms": floor, "configs": configs}
+            | result
         )  # fmt: skip
         print(one.name, num_rows, f"floor {floor:.4f}", result["ms"], result["count"], configs, flush=True)
         args.results.write_text(json.dumps(report))

@@ -12,19 +12,30 @@ from `query_start[r]` to `query_start[r + 1]`.
 
 from __future__ import annotations
 
-import functools
-import importlib
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.decode_tiles import DecodeTiles
+from ostinato.kernels.op_library import Op, no_output, register
+from ostinato.kernels.ops_projections import (
+    add_parts,
+    add_parts_rms_norm,
+    few_gate_up_silu,
+    few_linear_residual,
+    few_norm_linear,
+    invariant_linear,
+    small_gate_up_silu,
+    small_linear,
+    small_linear_parts,
+)
 
 __all__ = [
     "DecodeTiles",
     "SamplingState",
+    "add_parts",
+    "add_parts_rms_norm",
     "add_rms_norm",
     "advance",
     "attend_tiles",
@@ -49,6 +60,9 @@ __all__ = [
     "sample",
     "scatter",
     "silu_mul",
+    "small_gate_up_silu",
+    "small_linear",
+    "small_linear_parts",
     "wait_loaded",
 ]
 
@@ -76,18 +90,6 @@ class SamplingState(NamedTuple):
     flags: Tensor  # [S]; see FLAG_* in reference_sampling
 
 
-class _Op(NamedTuple):
-    name: str
-    cpu: str
-    cuda: str | None  # None: nobody needs it there
-    schema: str
-    meta: Callable[..., Tensor | None]
-
-
-def _no_output(*_: Any) -> None:
-    return None
-
-
 def _like_input(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -97,58 +99,58 @@ def _half_as_wide(gate_up: Tensor) -> Tensor:
 
 
 _OPS: Final = (
-    _Op(
+    Op(
         "prepare",
         "reference",
         "triton_step",
         "(Tensor row_slot, Tensor query_start, Tensor num_computed, Tensor num_tokens, Tensor tokens, "
         "Tensor block_table, int query_len, int num_rows, int block_size, Tensor(a!) token_ids, "
         "Tensor(b!) positions, Tensor(c!) slot_mapping, Tensor(d!) seq_lens, Tensor(e!) logit_index) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "kv_write",
         "reference_attention",
         "triton_kv_write",
         "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping, "
         "Tensor? kv_scales=None) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "attention",
         "reference_attention",
         "triton_attention",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
         "Tensor seq_lens, float scale, int query_len, int num_rows, int num_splits, Tensor(a!) out, "
         "Tensor? kv_scales=None, bool singles=True) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "plan_tiles",
         "reference_tiles",
         "triton_decode_tiles",
         "(Tensor seq_lens, Tensor query_start, Tensor block_table, Tensor row_slot, int query_len, int num_rows, "
         "int block_size, int tile, Tensor(a!) starts, Tensor(b!) info, Tensor(c!) cells) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "attend_tiles",
         "reference_tiles",
         "triton_decode_tiles",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor starts, Tensor info, Tensor cells, Tensor query_start, "
         "float scale, int query_len, int num_rows, int tile, int num_programs, Tensor(a!) out, Tensor(b!) counters, "
         "Tensor(c!) partials, Tensor? kv_scales=None) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "rope_write",
         "reference_tiles",
         "triton_rope_write",
         "(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, "
         "float eps, Tensor slot_mapping, Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor? kv_scales=None) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "decode_attention",
         "reference_attention",
         "triton_decode_fused",
@@ -156,142 +158,89 @@ _OPS: Final = (
         "Tensor slot_mapping, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor block_table, Tensor row_slot, "
         "Tensor seq_lens, float scale, int num_rows, int num_splits, Tensor(c!) out, Tensor(d!) counters, "
         "bool pdl=False, Tensor? kv_scales=None, Tensor(e!)? partials=None) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "rms_norm",
         "reference",
         "triton_elementwise",
         "(Tensor x, Tensor weight, float eps) -> Tensor",
         _like_input,
     ),
-    _Op(
+    Op(
         "add_rms_norm",
         "reference",
         "triton_elementwise",
         "(Tensor x, Tensor(a!) residual, Tensor weight, float eps) -> Tensor",
         _like_input,
     ),
-    _Op(
+    Op(
         "rope",
         "reference",
         "triton_elementwise",
         "(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, Tensor? q_weight, Tensor? k_weight, "
         "float eps) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op("silu_mul", "reference", "triton_elementwise", "(Tensor gate_up) -> Tensor", _half_as_wide),
-    _Op("invariant_silu_mul", "reference_invariant", "triton_invariant", "(Tensor gate_up) -> Tensor", _half_as_wide),
-    _Op(
-        "few_norm_linear",
-        "reference_few",
-        "triton_few",
-        "(Tensor residual, Tensor norm_weight, Tensor weight, Tensor? bias, float eps, Tensor(a!) out) -> ()",
-        _no_output,
-    ),
-    _Op(
-        "few_gate_up_silu",
-        "reference_few",
-        "triton_few",
-        "(Tensor residual, Tensor norm_weight, Tensor weight, Tensor? bias, float eps, Tensor(a!) out) -> ()",
-        _no_output,
-    ),
-    _Op(
-        "few_linear_residual",
-        "reference_few",
-        "triton_few",
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) residual) -> ()",
-        _no_output,
-    ),
-    _Op(
+    Op("silu_mul", "reference", "triton_elementwise", "(Tensor gate_up) -> Tensor", _half_as_wide),
+    Op("invariant_silu_mul", "reference_invariant", "triton_invariant", "(Tensor gate_up) -> Tensor", _half_as_wide),
+    Op(
         "copy_blocks",
         "reference_blocks",
         "triton_blocks",
         "(Tensor source, Tensor(a!) target, Tensor source_ids, Tensor target_ids, int first_layer, int num_layers) "
         "-> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "gather_blocks",
         "reference_blocks",
         "triton_gather",
         "(Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor seq_lens, int num_rows, "
         "Tensor(a!) keys, Tensor(b!) values) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op("wait_loaded", "reference_blocks", None, "(Tensor(a!) pending, int layer) -> ()", _no_output),
-    _Op(
-        "invariant_linear",
-        "reference_invariant",
-        "triton_invariant",
-        "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()",
-        _no_output,
-    ),
-    _Op(
+    Op("wait_loaded", "reference_blocks", None, "(Tensor(a!) pending, int layer) -> ()", no_output),
+    Op(
         "invariant_attention",
         "reference_invariant",
         "triton_invariant",
         "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor row_slot, Tensor query_start, "
         "Tensor seq_lens, float scale, int num_rows, Tensor(a!) out, Tensor? kv_scales=None) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op("embed", "reference", "triton_step", "(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()", _no_output),
-    _Op("scatter", "reference", "triton_step", "(Tensor(a!) arena, Tensor patches, int count) -> ()", _no_output),
-    _Op(
+    Op("embed", "reference", "triton_step", "(Tensor token_ids, Tensor weight, Tensor(a!) out) -> ()", no_output),
+    Op("scatter", "reference", "triton_step", "(Tensor(a!) arena, Tensor patches, int count) -> ()", no_output),
+    Op(
         "sample",
         "reference_sampling",
         "triton_sampling",
         "(Tensor logits, Tensor row_slot, "
         + ", ".join(f"Tensor {name}" for name in SamplingState._fields)
         + ", Tensor(a!) adjusted, Tensor(b!) sampled) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "logprobs",
         "reference_sampling",
         "triton_logprobs",
         "(Tensor logits, Tensor row_slot, Tensor num_logprobs, Tensor sampled, Tensor(a!) out_values, "
         "Tensor(b!) out_ids) -> ()",
-        _no_output,
+        no_output,
     ),
-    _Op(
+    Op(
         "advance",
         "reference",
         "triton_step",
         "(Tensor row_slot, Tensor query_start, Tensor sampled, int query_len, int num_rows, Tensor(a!) tokens, "
         "Tensor(b!) num_tokens, Tensor(c!) num_computed, Tensor(d!) output_counts, Tensor(e!) step_count, "
         "Tensor(f!) ring) -> ()",
-        _no_output,
+        no_output,
     ),
 )
 
 
-def _imported_at_first_call(module: str, name: str) -> Callable[..., Any]:
-    """A function that calls `ostinato.kernels.<module>.<name>`, so that a CPU process never needs Triton."""
-
-    @functools.cache
-    def load() -> Callable[..., Any]:
-        function: Callable[..., Any] = getattr(importlib.import_module(f"ostinato.kernels.{module}"), name)
-        return function
-
-    def call(*args: Any) -> Any:
-        return load()(*args)
-
-    return call
-
-
-def _register(library: torch.library.Library) -> torch.library.Library:
-    # `Library.impl` and not `torch.library.custom_op`: the latter wraps every call in several Python layers.
-    for op in _OPS:
-        library.define(op.name + op.schema)
-        library.impl(op.name, _imported_at_first_call(op.cpu, op.name), "CPU")
-        library.impl(op.name, op.meta, "Meta")
-        if op.cuda is not None:
-            library.impl(op.name, _imported_at_first_call(op.cuda, op.name), "CUDA")
-    return library
-
-
-_LIBRARY: Final = _register(torch.library.Library("ostinato", "DEF"))  # the registration lives as long as this
+register(_OPS)
 
 _prepare: Final = torch.ops.ostinato.prepare.default
 _kv_write: Final = torch.ops.ostinato.kv_write.default
@@ -305,10 +254,6 @@ _add_rms_norm: Final = torch.ops.ostinato.add_rms_norm.default
 _rope: Final = torch.ops.ostinato.rope.default
 _silu_mul: Final = torch.ops.ostinato.silu_mul.default
 _invariant_silu_mul: Final = torch.ops.ostinato.invariant_silu_mul.default
-_few_norm_linear: Final = torch.ops.ostinato.few_norm_linear.default
-_few_gate_up_silu: Final = torch.ops.ostinato.few_gate_up_silu.default
-_few_linear_residual: Final = torch.ops.ostinato.few_linear_residual.default
-_invariant_linear: Final = torch.ops.ostinato.invariant_linear.default
 _invariant_attention: Final = torch.ops.ostinato.invariant_attention.default
 _embed: Final = torch.ops.ostinato.embed.default
 _scatter: Final = torch.ops.ostinato.scatter.default
@@ -619,46 +564,6 @@ def invariant_silu_mul(gate_up: Tensor) -> Tensor:
     """`silu_mul`, and the bits of a row of `gate_up [T, 2 I]` depend on that row alone."""
     out: Tensor = _invariant_silu_mul(gate_up)
     return out
-
-
-def few_norm_linear(
-    residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
-) -> None:
-    """`out = rms_norm(residual, norm_weight, eps) @ weight.T + bias` for a few rows: QKV, or the final norm and head.
-
-    `residual [T, C]`, `norm_weight [C]`, `weight [N, C]` contiguous, `bias [N]`, `out! [T, N]`. On CUDA T is 1 to
-    `few_configs.MAX_FEW_ROWS` (ValueError), and the weights may be read before kernels launched earlier have finished:
-    no kernel may write to them in the same step. Rounded like the separate ops, as are the other two `few` ops.
-    """
-    _few_norm_linear(residual, norm_weight, weight, bias, eps, out)
-
-
-def few_gate_up_silu(
-    residual: Tensor, norm_weight: Tensor, weight: Tensor, bias: Tensor | None, eps: float, out: Tensor
-) -> None:
-    """`out = silu_mul(rms_norm(residual, norm_weight, eps) @ weight.T + bias)` for a few rows.
-
-    `residual [T, C]`, `norm_weight [C]`, `weight [2 I, C]` contiguous, the gate's rows first, `bias [2 I]`,
-    `out! [T, I]`. Otherwise as `few_norm_linear`.
-    """
-    _few_gate_up_silu(residual, norm_weight, weight, bias, eps, out)
-
-
-def few_linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    """`residual += x @ weight.T + bias` for a few rows; the linear's output is rounded, then the sum.
-
-    `x [T, K]`, `weight [C, K]` contiguous, `bias [C]`, `residual! [T, C]`. Otherwise as `few_norm_linear`.
-    """
-    _few_linear_residual(x, weight, bias, residual)
-
-
-def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """`out = x @ weight.T + bias`, where a row of `out` has the same bits whatever other rows there are.
-
-    `x [T, K]`, `weight [N, K]` contiguous, `bias [N]`, `out! [T, N]`, all of one dtype. Products are summed in float32
-    in an order that K, N and the dtype determine, and the sum, bias included, is rounded once.
-    """
-    _invariant_linear(x, weight, bias, out)
 
 
 def invariant_attention(

@@ -1,10 +1,30 @@
-"""How the products of some rows are tiled: a table tuned on an H200."""
+"""How the products of some rows are tiled: a table tuned on an H200, and a rule for the shapes that are not in it.
+
+A choice depends on the shapes alone, so it is fixed when a graph is recorded. Measured inside a graph of whole layers
+with distinct weights larger than the L2 cache, by `benchmarks/tune_small.py`. None stands for cuBLAS and the separate
+ops.
+"""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Final, Literal
 
-__all__ = ["SmallConfig"]
+from ostinato.kernels.small_tuned import TUNED
+
+__all__ = ["MAX_SMALL_ROWS", "SMALL_ROWS", "Kind", "SmallConfig", "small_config"]
+
+SMALL_ROWS: Final = (8, 16, 32, 64, 128, 256)
+"""The numbers of rows that configs are for; a step of others takes the config of the next one."""
+MAX_SMALL_ROWS: Final = SMALL_ROWS[-1]
+
+Kind = Literal["plain", "gated", "parts"]
+"""A linear (QKV, head); gate, up and SwiGLU's product; a linear whose parts its reader adds up (O, down)."""
+
+_RULE_ROWS: Final = 64
+_RULE_PROGRAMS: Final = 128
+_MANY_OUTPUTS: Final = 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +51,49 @@ class SmallConfig:
         """Inputs of a part: whole steps of the loop, of which the last part may have fewer."""
         steps = -(-size // self.block_k)
         return -(-steps // num_parts) * self.block_k
+
+
+@functools.cache
+def small_config(kind: Kind, num_out: int, size: int, num_rows: int) -> SmallConfig | None:
+    """The config of a product [num_out, size] (gated: of each half) for some rows, or None where cuBLAS is to do it:
+    above MAX_SMALL_ROWS, where it did better, and in shapes that were not measured and do not consist of whole
+    tiles."""
+    rows = next((rows for rows in SMALL_ROWS if num_rows <= rows), None)
+    if rows is None or num_rows < 1:
+        return None
+    if (kind, num_out, size, rows) in TUNED:
+        fields = TUNED[kind, num_out, size, rows]
+        return None if fields is None else SmallConfig(*fields)
+    if rows > _RULE_ROWS or size % 64 or num_out % 16:
+        return None
+    return _by_shape(kind, num_out, size, rows)
+
+
+def _by_shape(kind: Kind, num_out: int, size: int, num_rows: int) -> SmallConfig | None:
+    """What the table's entries have in common: all rows in one tile; up to 32 rows 64 outputs a tile with the weights
+    as left operand, at 64 rows 32; steps of 128 inputs, six on their way, or three where there are programs enough for
+    two a multiprocessor; and parts until there are some 128 programs."""
+    block_m = max(num_rows, 16)
+    wide = num_rows <= 32
+    if kind == "parts":
+        block_n = 64 if wide else 16 if num_out < 2048 else 32
+        num_parts = max(1, min(8, _RULE_PROGRAMS // -(-num_out // block_n), size // 512))
+        return SmallConfig(block_m, block_n, 128, num_parts, 4, 6, wide, min(512, _power_of_2(size // num_parts)))
+    prefetch = min(512, _power_of_2(size))
+    if kind == "gated":
+        if num_rows == 32:
+            many = num_out >= 8192
+            return SmallConfig(32, 64 if many else 16, 64 if many else 128, 1, 4, 5 if many else 3, many, prefetch)
+        return SmallConfig(block_m, 32, 128, 1, 4, 3, False, prefetch)
+    if num_out > _MANY_OUTPUTS:
+        return SmallConfig(block_m, 64, 128, 1, 4, 3, wide, prefetch)
+    if num_out >= (4096 if wide else 6144):
+        return SmallConfig(block_m, 64, 128, 1, 4, 6, wide, prefetch)
+    if num_rows <= 16:
+        return None  # too few outputs for 64 a tile, and with 32 a tile cuBLAS was as fast
+    return SmallConfig(block_m, 32, 128, 1, 4, 6, False, prefetch)
+
+
+def _power_of_2(n: int) -> int:
+    """The largest that is not above n."""
+    return 1 << (n.bit_length() - 1)

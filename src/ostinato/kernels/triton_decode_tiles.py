@@ -318,13 +318,13 @@ def attend_tiles_kernel(
     tl.debug_barrier()
     if began_before:
         _finish(
-            first_row, first_begins, first_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out, counters,
-            out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
+            first_row, first_begins, first_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out,
+            counters, out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
         )  # fmt: skip
     if goes_on and (first_row != last_row or not began_before):
         _finish(
-            last_row, last_begins, last_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out, counters,
-            out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
+            last_row, last_begins, last_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out,
+            counters, out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
         )  # fmt: skip
 
 

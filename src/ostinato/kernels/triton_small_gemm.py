@@ -1,4 +1,5 @@
-"""CUDA implementations of the products of some rows: more than a stream of weights, fewer than fill a GPU's tensor cores.
+"""CUDA implementations of the products of some rows: more than a stream of weights, fewer than fill a GPU's tensor
+cores.
 
 From five rows to a few hundred, a projection still takes about as long as reading its weights, if enough programs read
 at a time. A tile of outputs for all rows of a step gives too few programs where a layer is narrow, so
@@ -10,7 +11,7 @@ at a time. A tile of outputs for all rows of a step gives too few programs where
   else is read after the wait. See `triton_few` for the order of memory accesses.
 - SwiGLU's product is made by the kernel that has gate and up.
 
-`small_configs` says how a product is tiled, and where cuBLAS does better.
+`small_configs` says how a product is tiled, and where cuBLAS does better; `triton_small` has the ops.
 
 Legend: T rows, K inputs and N outputs of a projection, P parts, C hidden size.
 """
@@ -18,18 +19,18 @@ Legend: T rows, K inputs and N outputs of a projection, P parts, C hidden size.
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.kernels.small_configs import SmallConfig
-from ostinato.kernels.triton_elementwise import norm_num_warps
 from ostinato.kernels.triton_few_tile import swiglu
-from ostinato.kernels.triton_launch import early, start
+from ostinato.kernels.triton_launch import early
 
-__all__ = ["add_parts_kernel", "add_parts_rms_norm", "launch", "small_gemm_kernel"]
+__all__ = ["compile_time", "launch", "small_gemm_kernel"]
 
 
 @triton.jit
@@ -82,8 +83,9 @@ def small_gemm_kernel(
     PDL: tl.constexpr,
 ):
     """Grid (T / BLOCK_M * N / BLOCK_N, P). A linear of `x [T, size]`: each part of `part_size` inputs to its own
-    `out[p] [T, num_out]`. GATED: the weight has 2 num_out rows, the gate's first, and the output is silu(gate) * up (one
-    part). TURNED: weights are the left operand. EVEN_N, EVEN_K: no tile hangs over. PREFETCH: inputs asked for early.
+    `out[p] [T, num_out]`. GATED: the weight has 2 num_out rows, the gate's first, and the output is silu(gate) * up
+    (one part). TURNED: weights are the left operand. EVEN_N, EVEN_K: no tile hangs over. PREFETCH: inputs asked for
+    early.
     """
     num_blocks_m = tl.cdiv(num_rows, BLOCK_M)
     tile = tl.program_id(0)
@@ -142,10 +144,10 @@ def small_gemm_kernel(
         up_acc = tl.trans(up_acc)
     inside = outputs < num_out
     if HAS_BIAS:
-        if part == 0:
-            acc += tl.load(bias + outputs, mask=inside, other=0.0).to(tl.float32)[None, :]
-            if GATED:
-                up_acc += tl.load(bias + num_out + outputs, mask=inside, other=0.0).to(tl.float32)[None, :]
+        biased = inside & (part == 0)
+        acc += tl.load(bias + outputs, mask=biased, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up_acc += tl.load(bias + num_out + outputs, mask=biased, other=0.0).to(tl.float32)[None, :]
     result = acc.to(out.dtype.element_ty)
     if GATED:
         result = swiglu(result, up_acc.to(out.dtype.element_ty))
@@ -156,67 +158,34 @@ def small_gemm_kernel(
 def launch(
     config: SmallConfig, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, gated: bool = False
 ) -> None:
-    """A product with a given config. `x [T, K]`, `weight [N, K]` (gated: [2 N, K], the gate's rows first), `out! [T, N]`,
-    or `[P, T, N]` for each part's own share, which are to be added up."""
+    """A product with a given config. `x [T, K]`, `weight [N, K]` (gated: [2 N, K], the gate's rows first); `out!` is
+    `[T, N]`, or `[P, T, N]` for each part's own share, which are to be added up."""
     (num_rows, size), num_out = x.shape, out.shape[-1]
     parts = out if out.dim() == 3 else out[None]
-    part_size = config.part_size(size, parts.shape[0])
-    divides = size % part_size == 0 and part_size % config.block_k == 0
-    bytes_16 = weight.data_ptr() % 16 == 0 and size * weight.element_size() % 16 == 0
-    prefetch = min(config.prefetch, part_size) if divides and bytes_16 else 0
-    grid = (triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_out, config.block_n), parts.shape[0])
+    num_parts = parts.shape[0]
+    aligned = weight.data_ptr() % 16 == 0 and size * weight.element_size() % 16 == 0
+    grid = (triton.cdiv(num_rows, config.block_m) * triton.cdiv(num_out, config.block_n), num_parts)
     small_gemm_kernel[grid](
-        x, weight, bias, parts, num_rows, num_out, size, part_size, x.stride(0), parts.stride(1), parts.stride(0),
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.num_stages, GATED=gated,
-        TURNED=config.turned, HAS_BIAS=bias is not None, EVEN_N=num_out % config.block_n == 0, EVEN_K=divides,
-        PREFETCH=prefetch, LANES=32 * config.num_warps, num_warps=config.num_warps, **early(weight.device),
+        x, weight, bias, parts, num_rows, num_out, size, config.part_size(size, num_parts), x.stride(0),
+        parts.stride(1), parts.stride(0), GATED=gated, HAS_BIAS=bias is not None, num_warps=config.num_warps,
+        **compile_time(config, num_out, size, num_parts, aligned=aligned), **early(weight.device),
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["part_stride"])
-def add_parts_kernel(
-    parts,
-    residual,
-    weight,
-    out,
-    eps,
-    residual_stride,
-    part_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    NORM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Grid (T,): one row each. Adds up the parts [P, T, SIZE], adds them to the residual, and norms that."""
-    start(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    total = tl.load(parts + row * SIZE + columns, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        at = parts + part * tl.cast(part_stride, tl.int64) + row * SIZE
-        total += tl.load(at + columns, mask=inside, other=0.0)
-    carried = tl.load(residual + row * residual_stride + columns, mask=inside, other=0.0)
-    value = (carried.to(tl.float32) + total.to(carried.dtype).to(tl.float32)).to(carried.dtype)
-    tl.store(residual + row * residual_stride + columns, value, mask=inside)
-    if NORM:
-        scale = tl.load(weight + columns, mask=inside)
-        wide = value.to(tl.float32)
-        normed = wide * tl.rsqrt(tl.sum(wide * wide) / SIZE + eps)
-        result = scale * normed.to(value.dtype)
-        tl.store(out + row * SIZE + columns, result.to(out.dtype.element_ty), mask=inside)
-
-
-def add_parts_rms_norm(parts: Tensor, residual: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """See `ops.add_parts_rms_norm`."""
-    num_parts, num_rows, size = parts.shape
-    out = torch.empty((num_rows if weight is not None else 0, size), dtype=residual.dtype, device=residual.device)
-    if num_rows == 0:
-        return out
-    block = triton.next_power_of_2(size)
-    add_parts_kernel[(num_rows,)](
-        parts, residual, weight, out, eps, residual.stride(0), parts.stride(0), SIZE=size, BLOCK=block,
-        PARTS=num_parts, NORM=weight is not None, num_warps=norm_num_warps(block), **early(residual.device),
-    )  # fmt: skip
-    return out
+def compile_time(config: SmallConfig, num_out: int, size: int, num_parts: int, *, aligned: bool) -> dict[str, Any]:
+    """The compile-time arguments that follow from a config and the shape. `aligned`: rows of the weight begin at
+    multiples of 16 bytes, without which nothing is asked for early."""
+    part_size = config.part_size(size, num_parts)
+    divides = size % part_size == 0 and part_size % config.block_k == 0
+    none_empty = part_size * num_parts == size  # an empty part would ask for what is not there
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+        "TURNED": config.turned,
+        "EVEN_N": num_out % config.block_n == 0,
+        "EVEN_K": divides,
+        "PREFETCH": min(config.prefetch, part_size) if divides and none_empty and aligned else 0,
+        "LANES": 32 * config.num_warps,
+    }

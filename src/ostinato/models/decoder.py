@@ -20,6 +20,7 @@ import torch
 
 from ostinato.kernels import ops
 from ostinato.kernels.few_configs import max_few_rows
+from ostinato.kernels.small_configs import MAX_SMALL_ROWS, SMALL_ROWS
 from ostinato.kv.storage import LayerCache
 from ostinato.models.config import ModelConfig
 from ostinato.models.projections import (
@@ -28,6 +29,7 @@ from ostinato.models.projections import (
     InvariantProjections,
     PlainProjections,
     Projections,
+    SmallProjections,
 )
 from ostinato.models.ranges import LayerRanges
 from ostinato.models.rope import cos_sin_table
@@ -114,9 +116,11 @@ class Decoder:
         if batch_invariant:
             self._plain = InvariantProjections()
         self._few: Projections = FewRowProjections()
+        self._small: Projections = SmallProjections()
         half = weights.embed.dtype in (torch.float16, torch.bfloat16)
         streams = device.type == "cuda" and half and not compile_layers and not batch_invariant
         self._max_few_rows = max_few_rows(config.hidden_size) if streams else 0
+        self._max_small_rows = MAX_SMALL_ROWS if streams else 0
 
     def forward(
         self,
@@ -165,8 +169,7 @@ class Decoder:
                 cut("kv_gather", partial(attend.gather, work.gathered))
                 attend.over_gathered(work.gathered)
             delta = project.mlp(layer, attention_out, stream, eps)
-        if delta is not None:
-            stream.add_(delta)
+        project.finish(delta, stream)
 
     def logits(self, stream: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of the residual stream -> [R, V], written to `out`."""
@@ -174,7 +177,14 @@ class Decoder:
         return out
 
     def _projections(self, num_rows: int) -> Projections:
-        return self._few if num_rows <= self._max_few_rows else self._plain
+        if num_rows <= self._max_few_rows:
+            return self._few
+        return self._small if num_rows <= self._max_small_rows else self._plain
+
+    @property
+    def kernel_sizes(self) -> tuple[int, ...]:
+        """Numbers of rows, ascending, which between them need every kernel of the products. None on the CPU."""
+        return (*range(1, self._max_few_rows + 1), *(n for n in SMALL_ROWS if n <= self._max_small_rows))
 
     @property
     def compiles(self) -> bool:

@@ -230,9 +230,15 @@ class Runner:
         self.store.seal()
 
     def warm_up(self) -> None:
-        """One eager call of the largest ragged step, of padding only: loads kernels, shows the peak of activations."""
-        self._live_rows = self.buffers.max_rows
-        self._step(RuntimeMode.NONE, BatchKey(self.buffers.max_tokens, self.buffers.max_rows, None), no_cut)
+        """Eager calls over padding only, so that no kernel of a product is compiled while requests run: of every size
+        for which there are other ones, with two layers, since neither a head between graphs nor an eager step has a key
+        that is warmed up before it is recorded. Then the largest ragged step, which shows the peak of activations."""
+        most_tokens, most_rows = self.buffers.max_tokens, self.buffers.max_rows
+        for num_tokens in sorted({min(size, most_tokens) for size in self.model.kernel_sizes}):
+            self._live_rows = min(num_tokens, most_rows)
+            self._step(RuntimeMode.NONE, BatchKey(num_tokens, self._live_rows, None), no_cut, num_layers=2)
+        self._live_rows = most_rows
+        self._step(RuntimeMode.NONE, BatchKey(most_tokens, most_rows, None), no_cut)
         self.reset_step_count()
 
     def reset_step_count(self) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "VALID_SHIFT",
     "DecodeTiles",
     "TileConfig",
+    "block_cells",
     "num_partial_floats",
     "tile_config",
     "tile_programs",
@@ -75,6 +76,14 @@ def tile_config(head_size: int, element_size: int, cache_element_size: int) -> T
 def tile_unit(tile: int, block_size: int) -> int:
     """Positions that are neighbours in the cache as well; the list has the first one's cell."""
     return min(tile, block_size)
+
+
+def block_cells(cache: Tensor) -> int:
+    """From a cell of a cache [N, B, G, D] to the same one of the next block, in cells."""
+    cells, rest = divmod(cache.stride(0), cache.stride(1))
+    if rest:
+        raise ValueError(f"a block's stride of {cache.stride(0)} is no multiple of a cell's, {cache.stride(1)}")
+    return cells
 
 
 def tile_programs(config: TileConfig, num_kv_heads: int, num_sms: int) -> int:

@@ -130,7 +130,7 @@ _OPS: Final = (
         "reference_tiles",
         "triton_decode_tiles",
         "(Tensor seq_lens, Tensor query_start, Tensor block_table, Tensor row_slot, int query_len, int num_rows, "
-        "int block_size, int tile, Tensor(a!) starts, Tensor(b!) info, Tensor(c!) cells) -> ()",
+        "int block_size, int block_cells, int tile, Tensor(a!) starts, Tensor(b!) info, Tensor(c!) cells) -> ()",
         no_output,
     ),
     Op(
@@ -373,6 +373,7 @@ def plan_tiles(
     query_len: int,
     num_rows: int,
     block_size: int,
+    block_cells: int,
     tiles: DecodeTiles,
 ) -> None:
     """Lists the tiles of the rows of one token, each row's behind the ones of the row before.
@@ -380,7 +381,8 @@ def plan_tiles(
     `seq_lens [>=num_rows]`, `query_start [>=num_rows + 1]`, `block_table [S, W]`, `row_slot [>=num_rows]`; of `tiles!`
     `starts [>=num_rows + 1]`, `info [N, 2]`, `cells [N, U]`, with room for all tiles of all rows at full length. With
     `query_len` 0 rows of other than one token have no tile; with 1 each row has at least one, even without positions.
-    What lies behind the last tile stays.
+    What lies behind the last tile stays. `block_cells`: from a cell of the cache to the same one of the next block, in
+    cells, which is more than `block_size` where other layers lie between them.
     """
     _plan_tiles(
         seq_lens,
@@ -390,6 +392,7 @@ def plan_tiles(
         query_len,
         num_rows,
         block_size,
+        block_cells,
         tiles.tile,
         tiles.starts,
         tiles.info,
@@ -413,9 +416,10 @@ def attend_tiles(
 ) -> None:
     """`attention` of the rows that `plan_tiles` listed; tokens of no such row stay as they are.
 
-    `q [T, H, D]`, `k_cache [N, B, G, D]`, `v_cache [N, B, G, D]`, `query_start [>=num_rows + 1]`, `query_len` and
-    `num_rows` as for `plan_tiles`, `out! [T, H, D]`, `counters! [>=num_rows * G]` int32, zero before the first call and
-    after each, `partials!` float32 `[>=2 * num_programs * H * (D + 1)]`: workspace. Calls of one stream may share both.
+    `q [T, H, D]`, `k_cache [N, B, G, D]` and `v_cache [N, B, G, D]` of the same strides, `query_start
+    [>=num_rows + 1]`, `query_len` and `num_rows` as for `plan_tiles`, `out! [T, H, D]`, `counters! [>=num_rows * G]`
+    int32, zero before the first call and after each, `partials!` float32 `[>=2 * num_programs * H * (D + 1)]`:
+    workspace. Calls of one stream may share both.
     """
     _attend_tiles(
         q,

@@ -23,6 +23,7 @@ def plan_tiles(
     query_len: int,
     num_rows: int,
     block_size: int,
+    block_cells: int,
     tile: int,
     starts: Tensor,
     info: Tensor,
@@ -46,7 +47,7 @@ def plan_tiles(
             for place in range(tile // unit):
                 position = index * tile + place * unit
                 block = int(block_table[int(row_slot[row]), position // block_size]) if position < length else 0
-                cells[count, place] = block * block_size + position % block_size
+                cells[count, place] = block * block_cells + position % block_size
             count += 1
     starts[num_rows] = count
 
@@ -80,7 +81,8 @@ def attend_tiles(
         valid = (info[begin:end, 0] >> VALID_SHIFT) % (FIRST_TILE >> VALID_SHIFT)
         exists = torch.arange(tile) < valid[:, None]
         cell = (cells[begin:end, :, None] + runs).flatten(1)[exists].long()
-        at = cell // block_size, cell % block_size
+        block_cells = k_cache.stride(0) // k_cache.stride(1)
+        at = cell // block_cells, cell % block_cells
         keys, values = decode(k_cache[at], k_scale), decode(v_cache[at], v_scale)  # [L, G, D] float32
         token = int(info[begin, 1])
         group = q.shape[1] // keys.shape[1]

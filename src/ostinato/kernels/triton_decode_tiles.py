@@ -66,6 +66,7 @@ def plan_tiles_kernel(
     num_rows,
     table_width,
     table_stride,
+    block_cells,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
@@ -102,7 +103,7 @@ def plan_tiles_kernel(
         unit = first * UNITS + tl.arange(0, CHUNK * UNITS)
         position = unit * UNIT
         block = tl.load(table + position // BLOCK_SIZE, mask=position < length, other=0)
-        cell = block * BLOCK_SIZE + position % BLOCK_SIZE
+        cell = block * block_cells + position % BLOCK_SIZE
         tl.store(cells + before * UNITS + unit, cell, mask=unit < count * UNITS)
 
 
@@ -114,6 +115,7 @@ def plan_tiles(
     query_len: int,
     num_rows: int,
     block_size: int,
+    block_cells: int,
     tile: int,
     starts: Tensor,
     info: Tensor,
@@ -125,7 +127,9 @@ def plan_tiles(
         return
     plan_tiles_kernel[(num_rows,)](
         seq_lens, query_start, block_table, row_slot, starts, info, cells, num_rows, block_table.shape[1],
-        block_table.stride(0), BLOCK_SIZE=block_size, TILE=tile, UNIT=tile_unit(tile, block_size),
+        block_table.stride(0),
+        block_cells,
+        BLOCK_SIZE=block_size, TILE=tile, UNIT=tile_unit(tile, block_size),
         RAGGED=query_len == 0, ROWS=triton.next_power_of_2(num_rows), CHUNK=_PLAN_TILES, num_warps=4,
     )  # fmt: skip
 
@@ -170,11 +174,12 @@ def _finish(
 
 
 @triton.jit
-def _prefetch(pointers, inside):
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }",
-        "=r,l,r", [pointers.to(tl.int64), inside.to(tl.int32)], tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def _exp2(x, NATIVE: tl.constexpr):
+    """2^x, numbers too small for a normal float32 as 0: one instruction, where `tl.exp2` scales what might be one."""
+    if NATIVE:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.exp2(x)
 
 
 @triton.jit
@@ -194,19 +199,14 @@ def attend_tiles_kernel(
     scale,
     q_stride_token,
     q_stride_head,
-    k_cache_stride_block,
-    k_cache_stride_cell,
-    k_cache_stride_head,
-    v_cache_stride_block,
-    v_cache_stride_cell,
-    v_cache_stride_head,
+    cell_stride,
+    cache_stride_head,
     out_stride_token,
     out_stride_head,
     num_rows,
     GROUP: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     NUM_QUERIES: tl.constexpr,
     LIVE_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -218,33 +218,14 @@ def attend_tiles_kernel(
     RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (G, P). NATIVE: not in the interpreter."""
+    """Grid (G, P). NATIVE: not in the interpreter. Keys and values have the same strides."""
     kv_head, program = tl.program_id(0), tl.program_id(1)
     num_kv_heads = tl.num_programs(0)
     num_tiles = tl.load(starts + num_rows)
     share, longer = num_tiles // tl.num_programs(1), num_tiles % tl.num_programs(1)
     begin, end = _begin(program, share, longer), _begin(program + 1, share, longer)
-    UNITS: tl.constexpr = TILE // UNIT
-    k_head = k_cache + kv_head * k_cache_stride_head
-    v_head = v_cache + kv_head * v_cache_stride_head
-    dims = tl.arange(0, HEAD_PAD)
-    places = tl.arange(0, TILE)
     if PDL:
-        if NATIVE and begin < end:
-            # The first two tiles. What the predecessor still writes is one cell of a row: asking for it in L2 reads
-            # nothing.
-            early = tl.arange(0, 2 * TILE)
-            listed = begin + early // TILE < end
-            cell = tl.load(cells + begin * UNITS + early // UNIT, mask=listed, other=0) + early % UNIT
-            block, inside = (cell // BLOCK_SIZE).to(tl.int64), cell % BLOCK_SIZE
-            word = tl.load(info + 2 * (begin + early // TILE), mask=listed, other=0)
-            exists = early % TILE < ((word >> _VALID) & 0xFF)
-            LINE: tl.constexpr = 1024 // k_cache.dtype.element_ty.primitive_bitwidth
-            for at in tl.static_range(0, HEAD_SIZE, LINE):
-                _prefetch(k_head + block * k_cache_stride_block + inside * k_cache_stride_cell + at, exists)
-                _prefetch(v_head + block * v_cache_stride_block + inside * v_cache_stride_cell + at, exists)
         gdc_wait()
-        gdc_launch_dependents()
     if begin >= end:
         return
     # What is asked at the end, when it would cost time: which rows have parts elsewhere, and how many.
@@ -256,6 +237,11 @@ def attend_tiles_kernel(
     if SCALED:
         scale *= tl.load(kv_scales + kv_head)
 
+    UNITS: tl.constexpr = TILE // UNIT
+    dims = tl.arange(0, HEAD_PAD)
+    places = tl.arange(0, TILE)
+    k_head = k_cache + kv_head * cache_stride_head + dims[None, :]
+    v_head = v_cache + kv_head * cache_stride_head + dims[None, :]
     packed = tl.arange(0, NUM_QUERIES)
     is_query = packed < GROUP
     heads = (kv_head * GROUP + packed)[:, None]
@@ -266,38 +252,31 @@ def attend_tiles_kernel(
     acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
     peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
     total = tl.zeros([NUM_QUERIES], dtype=tl.float32)
-    whole = False  # whether the present row has begun here
+    whole = not began_before  # whether the present row has begun here
     for tile in tl.range(begin, end, num_stages=STAGES):
         word = tl.load(info + 2 * tile)
         token = tl.load(info + 2 * tile + 1).to(tl.int64)
         cell = tl.load(cells + tile * UNITS + places // UNIT) + places % UNIT
         exists = places < ((word >> _VALID) & 0xFF)
-        block, inside = (cell // BLOCK_SIZE).to(tl.int64), cell % BLOCK_SIZE
         readable = exists[:, None] & (dims < HEAD_SIZE)[None, :]
-        k_cells = k_head + (block * k_cache_stride_block + inside * k_cache_stride_cell)[:, None] + dims[None, :]
-        v_cells = v_head + (block * v_cache_stride_block + inside * v_cache_stride_cell)[:, None] + dims[None, :]
-        keys = operand(tl.load(k_cells, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
-        values = operand(tl.load(v_cells, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
+        at = (cell.to(tl.int64) * cell_stride)[:, None]
+        keys = operand(tl.load(k_head + at, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
+        values = operand(tl.load(v_head + at, mask=readable, other=0.0), q.dtype.element_ty, SCALED)
         if SCALED and NATIVE:
             # What the compiler cannot see through it cannot move. Converted in the layout of the product, each value
             # would come from shared memory by itself, a byte at a time.
             values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=2)
         queries = tl.load(q_heads + token * q_stride_token, mask=stored, other=0.0)
-        scores = tl.dot(operand(queries, q.dtype.element_ty, SCALED), tl.trans(keys), input_precision="ieee") * scale
+        scores = tl.dot(operand(queries, q.dtype.element_ty, SCALED), tl.trans(keys), input_precision="ieee")
         scores = tl.where(exists[None, :], scores, float("-inf"))
-        # A row takes nothing over from the one before it, not even a NaN.
-        begins = (word & _FIRST) != 0
-        whole = whole | begins
-        peak = tl.where(begins, float("-inf"), peak)
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
         # Of a row without positions all scores are -inf, and -inf - -inf is NaN.
         origin = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - origin[:, None])
-        decay = tl.exp2(peak - origin)
+        weights = _exp2(scores * scale - origin[:, None], NATIVE)
+        decay = _exp2(peak - origin, NATIVE)
         peak = new_peak
-        total = tl.where(begins, 0.0, total * decay) + tl.sum(weights, 1)
-        acc = tl.where(begins, 0.0, acc * decay[:, None])
-        acc = tl.dot(weights.to(values.dtype), values, acc, input_precision="ieee")
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
         if (word & _LAST) != 0:
             result = normalise(acc, total)
             if SCALED:
@@ -306,7 +285,14 @@ def attend_tiles_kernel(
             partial = partial_acc + first_place[:, None] * HEAD_SIZE + dims[None, :]
             tl.store(partial, result, mask=stored & (not whole))
             tl.store(partial_lse + first_place, peak + tl.log2(total), mask=is_query & (not whole))
+            # The next row takes nothing over, not even a NaN.
+            whole = True
+            acc = tl.zeros([NUM_QUERIES, HEAD_PAD], dtype=tl.float32)
+            peak = tl.full([NUM_QUERIES], float("-inf"), dtype=tl.float32)
+            total = tl.zeros([NUM_QUERIES], dtype=tl.float32)
 
+    if PDL:
+        gdc_launch_dependents()
     if goes_on:
         place = first_place + (last_begins > begin).to(tl.int64) * num_kv_heads * GROUP
         result = normalise(acc, total)
@@ -319,12 +305,14 @@ def attend_tiles_kernel(
     if began_before:
         _finish(
             first_row, first_begins, first_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out,
-            counters, out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
+            counters, out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK,
+            RAGGED,
         )  # fmt: skip
     if goes_on and (first_row != last_row or not began_before):
         _finish(
             last_row, last_begins, last_ends, kv_head, query_start, share, longer, partial_acc, partial_lse, out,
-            counters, out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK, RAGGED,
+            counters, out_stride_token, out_stride_head, num_kv_heads, GROUP, HEAD_SIZE, HEAD_PAD, LIVE_PAD, CHUNK,
+            RAGGED,
         )  # fmt: skip
 
 
@@ -375,14 +363,16 @@ def attend_tiles_call(
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
     config = config or tile_config(head_size, q.element_size(), k_cache.element_size())
+    if k_cache.stride() != v_cache.stride():
+        raise ValueError(f"keys and values need the same strides, got {k_cache.stride()} and {v_cache.stride()}")
     num_acc = 2 * tiles.num_programs * num_heads * head_size
     args = (
         q, k_cache, v_cache, *tiles[:3], query_start, kv_scales, out, partials, partials[num_acc:], counters,
-        scale * _LOG2_E, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2], num_rows,
+        scale * _LOG2_E, *q.stride()[:2], *k_cache.stride()[1:3], *out.stride()[:2], num_rows,
     )  # fmt: skip
     pdl = query_len > 0 and starts_early(q.device)
     options = dict(
-        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size), BLOCK_SIZE=block_size,
+        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),
         NUM_QUERIES=max(triton.next_power_of_2(group), _MIN_QUERIES), LIVE_PAD=triton.next_power_of_2(group),
         CHUNK=_MERGED, TILE=tiles.tile, UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
         SCALED=kv_scales is not None, NATIVE=q.is_cuda, RAGGED=query_len == 0, PDL=pdl, num_warps=config.num_warps,

@@ -7,9 +7,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ostinato.kernels.triton_kv_format import encoded
-from ostinato.kernels.triton_launch import KernelCall, early, start
+from ostinato.kernels.triton_launch import KernelCall, early
 
 __all__ = ["rope_write", "rope_write_call", "rope_write_kernel"]
 
@@ -134,7 +135,10 @@ def rope_write_kernel(
 ):
     """Grid (T, H / HEADS + G / HEADS + G / HEADS, each rounded up): some heads of one token, of q, of k or of v.
     REST_PAD: the dimensions of a key or query that do not turn, 0 if there are none. A negative slot stores nothing."""
-    start(PDL)
+    if PDL:
+        gdc_wait()
+        # Not before: attention's programs would take places unevenly from the ones of the layer before.
+        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     of_q: tl.constexpr = (NUM_Q + HEADS - 1) // HEADS
     of_kv: tl.constexpr = (NUM_KV + HEADS - 1) // HEADS

@@ -28,7 +28,7 @@ from ostinato.graphs.recorder import Cut, Recorder, no_cut, prepared
 from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
-from ostinato.kernels.decode_tiles import DecodeTiles, tile_config, tile_programs
+from ostinato.kernels.decode_tiles import DecodeTiles, block_cells, tile_config, tile_programs
 from ostinato.kernels.splits import choose_num_splits
 from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
@@ -422,7 +422,7 @@ class Runner:
         )
         attention = self._attention_args(key)
         if attention.tiles is not None:
-            gathered = buffers.work.gathered
+            gathered, cache = buffers.work.gathered, self.storage.layers[0].keys
             ops.plan_tiles(
                 buffers.seq_lens,
                 state["query_start"],
@@ -430,6 +430,7 @@ class Runner:
                 query_len,
                 key.num_rows,
                 self._block_size,
+                block_cells(cache if gathered is None else gathered.keys),
                 attention.tiles,
             )
         if self._connector is not None:

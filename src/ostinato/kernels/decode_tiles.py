@@ -17,9 +17,9 @@ __all__ = [
     "TileConfig",
     "block_cells",
     "num_partial_floats",
+    "smallest_tile",
     "tile_config",
     "tile_programs",
-    "tile_size",
     "tile_unit",
 ]
 
@@ -32,9 +32,7 @@ FIRST_TILE: Final = 1 << 24
 LAST_TILE: Final = 1 << 25
 """or last one."""
 
-_TILE_BYTES: Final = 16 * 1024
-"""Of a tile's keys, and as many of its values."""
-_MAX_PROGRAMS_PER_SM: Final = 3
+_MAX_PROGRAMS_PER_SM: Final = 4
 
 
 class DecodeTiles(NamedTuple):
@@ -49,28 +47,26 @@ class DecodeTiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """How programs walk over the list: a function of shapes and dtypes alone."""
+    """How the list is cut, and how programs walk over it: a function of shapes and dtypes alone."""
 
+    tile: int
+    """Positions of a tile, a power of two."""
     num_stages: int
     """Of the compiler's pipeline: two for each tile on its way, one of them for its indices, and one."""
     num_warps: int
     programs_per_sm: int
-    """That run at one time, by their shared memory."""
-
-
-def tile_size(head_size: int, element_size: int) -> int:
-    """Positions of a tile, a power of two; of the model's dtype, so that a change of the cache's keeps the list."""
-    return min(max(_TILE_BYTES // (_next_power_of_2(head_size) * element_size), 16), 64)
+    """That run at one time, by their shared memory and registers."""
 
 
 def tile_config(head_size: int, element_size: int, cache_element_size: int) -> TileConfig:
-    """Measured on an H200: two programs of a multiprocessor, each with two tiles of 32 KB on their way, or three with
-    three of 16 KB, keep more of the memory busy than four with one, and leave places for a successor that starts
-    early. A cache of one byte an element has to be converted, which takes warps rather than tiles."""
+    """Measured on an H200. A program has two tiles on their way, each of 32 KB or, for small heads, 16; two programs of
+    a multiprocessor, or four, then keep its share of the memory busy, and leave places for a successor. A cache of one
+    byte an element has to be converted, for which it takes longer tiles."""
     width = _next_power_of_2(head_size)
     if element_size > 1 == cache_element_size:
-        return TileConfig(5, 4, 3 if width <= 128 else 1)
-    return TileConfig(7, 4, 3) if width * element_size <= 128 else TileConfig(5, 4, 2)
+        return TileConfig(128 if width <= 128 else 64, 5, 4, 2 if width <= 128 else 1)
+    tile = min(max(16 * 1024 // (width * element_size), 16), 64)
+    return TileConfig(tile, 5, 4, 4 if width * element_size <= 128 else 2)
 
 
 def tile_unit(tile: int, block_size: int) -> int:
@@ -97,6 +93,11 @@ def num_partial_floats(num_heads: int, num_kv_heads: int, head_size: int, num_sm
     multiprocessor, for all kv heads together."""
     places = max(-(-2 * _MAX_PROGRAMS_PER_SM * num_sms // num_kv_heads), 2)
     return places * num_heads * (head_size + 1)
+
+
+def smallest_tile(head_size: int, element_size: int) -> int:
+    """Positions of the shortest tile that any format of the cache has: a list with room for these has room for all."""
+    return min(tile_config(head_size, element_size, size).tile for size in (1, element_size))
 
 
 def _next_power_of_2(n: int) -> int:

@@ -48,8 +48,8 @@ _FIRST = tl.constexpr(FIRST_TILE)
 _LAST = tl.constexpr(LAST_TILE)
 _PLAN_TILES = 32
 """Tiles that a planning program lists at a time."""
-_MERGED = 4
-"""Parts merged at a time; a row has rarely more than two or three."""
+_MERGED_FLOATS = 1024
+"""Of parts merged at a time, up to four of them; a row has rarely more than two or three."""
 _MIN_QUERIES = 16
 """Of a matrix product on tensor cores."""
 
@@ -362,6 +362,7 @@ def attend_tiles_call(
     num_heads, head_size = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
     group = num_heads // num_kv_heads
+    live_pad, width = triton.next_power_of_2(group), triton.next_power_of_2(head_size)
     config = config or tile_config(head_size, q.element_size(), k_cache.element_size())
     if k_cache.stride() != v_cache.stride():
         raise ValueError(f"keys and values need the same strides, got {k_cache.stride()} and {v_cache.stride()}")
@@ -372,9 +373,8 @@ def attend_tiles_call(
     )  # fmt: skip
     pdl = query_len > 0 and starts_early(q.device)
     options = dict(
-        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=triton.next_power_of_2(head_size),
-        NUM_QUERIES=max(triton.next_power_of_2(group), _MIN_QUERIES), LIVE_PAD=triton.next_power_of_2(group),
-        CHUNK=_MERGED, TILE=tiles.tile, UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
+        GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=width, NUM_QUERIES=max(live_pad, _MIN_QUERIES), LIVE_PAD=live_pad,
+        CHUNK=max(min(_MERGED_FLOATS // (live_pad * width), 4), 1), TILE=tiles.tile, UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
         SCALED=kv_scales is not None, NATIVE=q.is_cuda, RAGGED=query_len == 0, PDL=pdl, num_warps=config.num_warps,
         launch_pdl=pdl,
     )  # fmt: skip

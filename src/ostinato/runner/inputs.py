@@ -12,12 +12,22 @@ from typing import ClassVar
 
 import torch
 
-from ostinato.kernels.decode_tiles import num_partial_floats, tile_size, tile_unit
+from ostinato.kernels.decode_tiles import (
+    DecodeTiles,
+    TileConfig,
+    num_partial_floats,
+    smallest_tile,
+    tile_programs,
+    tile_unit,
+)
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import GatheredKV, Workspace
 
 LOGPROB_COLUMNS = 22
 """The sampled token's, the log-sum-exp (its rank in the id table), and 20 alternatives."""
+
+
+_LONGEST_TILE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +99,15 @@ class StepBuffers:
         )
         # zero between steps: the last program of a row and head to finish resets its own
         self.attention_counters = ints(max_rows * config.num_kv_heads, 0)
-        self.tile, num_tiles, units, num_floats = 0, 0, 0, 0
+        self._tiles, num_tiles, num_cells, num_floats = tiles, 0, 0, 0
         if tiles is not None:
-            self.tile = tile_size(config.head_dim, dtype.itemsize)
-            num_tiles = max_rows * -(-tiles.max_len // self.tile)
-            units = self.tile // tile_unit(self.tile, tiles.block_size)
+            tile = smallest_tile(config.head_dim, dtype.itemsize)
+            num_tiles = max_rows * -(-tiles.max_len // tile)
+            num_cells = max_rows * -(-tiles.max_len // _LONGEST_TILE) * _LONGEST_TILE // min(tile, tiles.block_size)
             num_floats = num_partial_floats(config.num_heads, config.num_kv_heads, config.head_dim, tiles.num_sms)
         self.tile_starts = ints(max_rows + 1, 0)
-        self.tile_info = ints(num_tiles * 2, 0).view(-1, 2)
-        self.tile_cells = ints(num_tiles * units, 0).view(num_tiles, units)
+        self.tile_info = ints(num_tiles * 2, 0)
+        self.tile_cells = ints(num_cells, 0)
         self.attention_partials = floats(num_floats, kind=torch.float32)
         self.logits = floats(max_rows, config.vocab_size)
         self.adjusted = floats(max_rows, config.vocab_size, kind=torch.float32)
@@ -127,6 +137,15 @@ class StepBuffers:
         if (gathered := self.work.gathered) is not None:
             for name in ("pool", "block_table", "row_slot"):
                 yield f"work.gathered.{name}", getattr(gathered, name)
+
+    def decode_tiles(self, config: TileConfig, num_kv_heads: int) -> DecodeTiles | None:
+        """The list, cut as `config` says; None where no rows are attended to tile by tile."""
+        if (shape := self._tiles) is None:
+            return None
+        units = config.tile // tile_unit(config.tile, shape.block_size)
+        cells = self.tile_cells[: self.tile_cells.numel() // units * units].view(-1, units)
+        num_programs = tile_programs(config, num_kv_heads, shape.num_sms)
+        return DecodeTiles(self.tile_starts, self.tile_info.view(-1, 2), cells, config.tile, num_programs)
 
     @property
     def gather_bytes(self) -> int:

@@ -28,7 +28,7 @@ from ostinato.graphs.recorder import Cut, Recorder, no_cut, prepared
 from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
-from ostinato.kernels.decode_tiles import DecodeTiles, block_cells, tile_config, tile_programs
+from ostinato.kernels.decode_tiles import DecodeTiles, block_cells, tile_config
 from ostinato.kernels.splits import choose_num_splits
 from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
@@ -527,15 +527,14 @@ class Runner:
     def _tiles(self, key: BatchKey, num_splits: int) -> DecodeTiles | None:
         """Where rows of one token fill the device, and where they run beside prompts."""
         buffers, config = self.buffers, self.model.config
-        if not buffers.tile or self.model.batch_invariant:
+        if self.model.batch_invariant:
             return None
         if key.query_len:
             fill = num_splits == 1 and key.num_rows * config.num_kv_heads >= self._num_sms
             if key.query_len > 1 or not fill or buffers.work.gathered is not None:
                 return None
-        tiling = tile_config(config.head_dim, buffers.work.qkv.element_size(), self.storage.pool.element_size())
-        num_programs = tile_programs(tiling, config.num_kv_heads, self._num_sms)
-        return DecodeTiles(buffers.tile_starts, buffers.tile_info, buffers.tile_cells, buffers.tile, num_programs)
+        sizes = buffers.work.qkv.element_size(), self.storage.pool.element_size()
+        return buffers.decode_tiles(tile_config(config.head_dim, *sizes), config.num_kv_heads)
 
     # -- the host's differences --------------------------------------------------------------------------------------
 

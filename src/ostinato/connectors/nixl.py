@@ -20,25 +20,24 @@ from numpy.typing import NDArray
 
 from ostinato.errors import ConfigError, ConnectorError
 
-__all__ = ["PACKAGE", "TRANSPORTS", "NixlMemory", "NixlReader", "choose_nixl"]
+__all__ = ["NixlMemory", "NixlReader", "choose_nixl"]
 
 logger = logging.getLogger("ostinato")
 
-TRANSPORTS = ("auto", "tcp", "nixl")
-PACKAGE = "nixl-cu13"
+_PACKAGE = "nixl-cu13"
 _MODULE = "nixl_cu13"
 _SPINS = 100  # looks at a read before the thread begins to sleep between them
 _PAUSE_S = 50e-6
 
 
 def choose_nixl(transport: object) -> Any | None:
-    """The module of NIXL, or None where bytes go over TCP. `transport` is one of TRANSPORTS: "auto" is NIXL where it
+    """The module of NIXL, or None where bytes go over TCP. `transport` is "tcp", "nixl", or "auto": NIXL where it
     can be imported.
 
     Raises ConfigError for another name, and for "nixl" where it cannot be imported.
     """
-    if transport not in TRANSPORTS:
-        raise ConfigError(f"transport={transport!r}: must be {', '.join(TRANSPORTS)}", field="transport")
+    if transport not in ("auto", "tcp", "nixl"):
+        raise ConfigError(f"transport={transport!r}: must be auto, tcp or nixl", field="transport")
     if transport == "tcp":
         return None
     try:
@@ -46,11 +45,11 @@ def choose_nixl(transport: object) -> Any | None:
     except (ImportError, OSError) as error:
         if transport == "nixl":
             raise ConfigError(
-                f"transport='nixl': NIXL cannot be imported ({error}); pip install {PACKAGE}, or 'ostinato[nixl]'",
+                f"transport='nixl': NIXL cannot be imported ({error}); pip install {_PACKAGE}, or 'ostinato[nixl]'",
                 field="transport",
             ) from error
         if not isinstance(error, ModuleNotFoundError):
-            logger.warning("%s is installed and cannot be imported, KV blocks go over TCP: %s", PACKAGE, error)
+            logger.warning("%s is installed and cannot be imported, KV blocks go over TCP: %s", _PACKAGE, error)
         return None
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import pytest
 from kv_transports import StandIn, needs_nixl
+
+from ostinato.connectors.nixl import choose_nixl
 
 
 @pytest.fixture(params=["tcp", "stand-in", pytest.param("nixl", marks=needs_nixl)])
@@ -12,4 +13,4 @@ def nixl(request: pytest.FixtureRequest) -> Any | None:
     """None for TCP."""
     if request.param == "tcp":
         return None
-    return StandIn() if request.param == "stand-in" else import_module("nixl_cu13")
+    return StandIn() if request.param == "stand-in" else choose_nixl("nixl")

@@ -78,6 +78,7 @@ def test_blocks_come_in_order_and_whole(nixl: Any | None) -> None:
         assert got.digests == DIGESTS
         assert client.last_error is None
         assert client.fetch([], got) == 0
+        assert (client.num_sent, client.num_read) == ((0, 20) if nixl else (20, 0))
 
 
 def test_the_prefix_ends_at_the_first_missing_block(nixl: Any | None) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -18,13 +19,19 @@ MAX_BLOCK_BYTES = 4 * 2**20
 needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 
 
+class _Agent(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 class StandIn:
     """The part of `nixl_cu13` that is used. Each read copies, and its state is then what `states` says, call by call;
-    once that is empty, DONE. `registered` counts the regions that its agents hold."""
+    once that is empty, DONE. `registered` counts the regions that its agents hold; `agents` are those that are left.
+    """
 
     def __init__(self) -> None:
         self.states: list[str] = []
         self.registered = 0
+        self.agents: WeakSet[_Agent] = WeakSet()
         self.num_progressed = 0
         self.before_read: Callable[[], None] = lambda: None
 
@@ -68,7 +75,7 @@ class StandIn:
         def check(handle: SimpleNamespace) -> str:
             return self.states.pop(0) if self.states else "DONE"
 
-        return SimpleNamespace(
+        agent = _Agent(
             backends={"UCX": 1},
             register_memory=register,
             deregister_memory=deregister,
@@ -80,6 +87,8 @@ class StandIn:
             transfer=transfer,
             check_xfer_state=check,
         )
+        self.agents.add(agent)
+        return agent
 
 
 class Placed:

@@ -225,6 +225,17 @@ def test_a_block_stays_until_the_client_has_it() -> None:
         assert bytes(blocks.memory) == data_of(new)
 
 
+def test_the_longest_unused_block_goes() -> None:
+    blocks = PublishedBlocks(3 * SIZE + 1, SIZE)
+    for digest in DIGESTS[:3]:
+        assert blocks.write(digest, memoryview(data_of(digest)))
+    assert blocks.write(DIGESTS[0], memoryview(data_of(DIGESTS[0])))  # it is there: a use, as `has` and `get` are
+    assert blocks.has(DIGESTS[1])
+    assert blocks.write(DIGESTS[3], memoryview(data_of(DIGESTS[3])))
+    assert [blocks.has(digest) for digest in DIGESTS[:4]] == [True, True, False, True]
+    assert not PublishedBlocks(SIZE - 1, SIZE).write(DIGESTS[0], memoryview(data_of(DIGESTS[0])))
+
+
 def test_a_block_is_given_up_with_the_connection() -> None:
     new = b"n" * 32
     with published(StandIn(), num_blocks=1) as blocks:
@@ -341,6 +352,26 @@ def test_a_read_that_stalls_costs_the_time_limit() -> None:
         came, failure = failing(blocks, stand_in, timeout_s=0.5)
     assert came == DIGESTS[:1]
     assert "stalled" in failure
+
+
+@pytest.mark.parametrize("fails", ["stalls", "raises"])
+def test_a_read_that_failed_has_no_agent_that_could_still_write(fails: str) -> None:
+    def fail() -> None:
+        if fails == "raises":
+            raise RuntimeError("NIXL_ERR_BACKEND")
+
+    stand_in = StandIn()
+    stand_in.states, stand_in.before_read = ["PROC"] * 1_000_000, fail
+    reader = NixlReader(stand_in, SIZE)
+    reader.join(b"peer")
+    assert len(stand_in.agents) == 1
+    source = np.zeros(SIZE, np.uint8)
+    with pytest.raises(ConnectorError) as error:
+        reader.read(source.ctypes.data, SIZE, time.monotonic() + 0.01, lambda: False)
+    assert not stand_in.agents, "and not because somebody has let go of the error"
+    assert error.value is not None
+    with pytest.raises(ConnectorError, match="has not joined"):
+        reader.read(source.ctypes.data, SIZE, time.monotonic() + LONG_S, lambda: False)
 
 
 def test_a_read_that_comes_late_gets_no_wrong_block() -> None:

@@ -81,14 +81,14 @@ def start(target: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Co
     return process, here
 
 
-def serve_blocks(pipe: Connection[Any, Any], path: Path, port: int, die_at: int | None) -> None:
+def serve_blocks(pipe: Connection[Any, Any], path: Path, port: int, die_at: int | None, transport: str) -> None:
     """A producer. Answers prompts with one token; is killed when it is asked for its block number `die_at`."""
-    llm = open_llm(path, tcp(port, "kv_producer"))
+    llm = open_llm(path, tcp(port, "kv_producer", transport=transport))
     if die_at is not None:
         server = llm._built.connector.scheduler._close.__self__.server  # type: ignore[union-attr]
         get, num_asked = server._get, 0
 
-        def get_or_die(digest: bytes) -> bytes | None:
+        def get_or_die(digest: bytes) -> memoryview | None:
             nonlocal num_asked
             num_asked += 1
             if num_asked == die_at:

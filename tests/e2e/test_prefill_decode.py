@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from importlib.util import find_spec
 
 import pytest
 
 from ostinato.connectors.protocol import Wait
+from ostinato.errors import ConfigError
 
 from .conftest import TinyFactory
 from .connecting import free_port, open_llm, serve_blocks, start, stats_of, tcp, tokens_of
 from .driving import greedy
 from .models import TinyModel, prompts_of
 
+needs_nixl = pytest.mark.skipif(find_spec("nixl_cu13") is None, reason="nixl-cu13 is not installed")
 LONG = prompts_of((70, 90, 80, 75), 160, seed=93)
+
+
+@pytest.fixture(params=["tcp", pytest.param("nixl", marks=needs_nixl)])
+def transport(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -21,16 +30,16 @@ def model(tiny_model: TinyFactory) -> TinyModel:
     return tiny_model("Qwen3", num_hidden_layers=3)
 
 
-def test_two_processes_are_as_one(model: TinyModel) -> None:
+def test_two_processes_are_as_one(model: TinyModel, transport: str) -> None:
     """The client asks the producer for one token of each prompt, then the consumer for all of them. Both pools hold
     two prompts; the producer sees the prompts once more, and what its pool still has is served too."""
     port = free_port()
-    producer, pipe = start(serve_blocks, model.path, port, None)
+    producer, pipe = start(serve_blocks, model.path, port, None, transport)
     try:
         assert pipe.recv() == "ready"
         for wait in Wait:
             for mode in ("PIECEWISE", "FULL_AND_PIECEWISE"):
-                transfer = tcp(port, "kv_consumer", wait=wait.value)
+                transfer = tcp(port, "kv_consumer", wait=wait.value, transport=transport)
                 with open_llm(model.path, transfer, cudagraph_mode=mode) as llm:
                     for prompt in LONG:
                         pipe.send(prompt)
@@ -42,6 +51,7 @@ def test_two_processes_are_as_one(model: TinyModel) -> None:
                     clients = llm._built.connector.scheduler._close.__self__._clients  # type: ignore[union-attr]
                     assert any(client._sock for client in clients), "connections are kept from fetch to fetch"
                     stats = stats_of(llm)
+                    assert stats.fetched_blocks[transport] == sum(stats.fetched_blocks.values()) >= 16
                     assert (stats.deferred_requests, stats.failed_loads, stats.saved_blocks) == (4, 0, 0)
         pipe.send(None)
         produced = pipe.recv()
@@ -53,54 +63,56 @@ def test_two_processes_are_as_one(model: TinyModel) -> None:
         producer.kill()
 
 
-def test_a_prompt_that_the_producer_has_not_seen(model: TinyModel) -> None:
+def test_a_prompt_that_the_producer_has_not_seen(model: TinyModel, transport: str) -> None:
     port = free_port()
-    producer, pipe = start(serve_blocks, model.path, port, None)
+    producer, pipe = start(serve_blocks, model.path, port, None, transport)
     try:
         assert pipe.recv() == "ready"
-        with open_llm(model.path, tcp(port, "kv_consumer")) as llm:
+        with open_llm(model.path, tcp(port, "kv_consumer", transport=transport)) as llm:
             assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
             assert (stats_of(llm).hit_tokens, stats_of(llm).failed_loads) == (0, 0)
     finally:
         producer.kill()
 
 
-def test_no_producer(model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_no_producer(model: TinyModel, transport: str, caplog: pytest.LogCaptureFixture) -> None:
     """It is asked once, and then left alone for a while."""
-    with open_llm(model.path, tcp(free_port(), "kv_consumer", retry_s=60)) as llm:
+    with open_llm(model.path, tcp(free_port(), "kv_consumer", transport=transport, retry_s=60)) as llm:
         for prompt in LONG:
             assert tokens_of(llm, prompt) == model.greedy(prompt, 5)
         assert stats_of(llm).failed_loads == 1
     assert "no connection to a block server" in caplog.text
 
 
-def test_a_producer_killed_in_the_middle(model: TinyModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_producer_killed_in_the_middle(model: TinyModel, transport: str, caplog: pytest.LogCaptureFixture) -> None:
     port = free_port()
-    producer, pipe = start(serve_blocks, model.path, port, 3)
+    producer, pipe = start(serve_blocks, model.path, port, 3, transport)
     try:
         assert pipe.recv() == "ready"
         pipe.send(LONG[1])
         expected = model.greedy(LONG[1], 5)
         assert pipe.recv() == expected[:1]
-        with open_llm(model.path, tcp(port, "kv_consumer", retry_s=60)) as llm:
+        with open_llm(model.path, tcp(port, "kv_consumer", transport=transport, retry_s=60)) as llm:
             output = llm.generate(LONG[1], greedy(5))[0]
             assert list(output.outputs[0].token_ids) == expected
-            assert output.num_cached_tokens == 32, "the two blocks that had come"
+            # its memory goes with it: by NIXL, what had not been read by then does not come
+            came = output.num_cached_tokens
+            assert came == 32 if transport == "tcp" else came in (0, 16, 32)
             assert stats_of(llm).failed_loads == 1
             assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
         producer.join(60)
         assert producer.exitcode == -9
     finally:
         producer.kill()
-    assert "2 of 5 came" in caplog.text
+    assert f"{came // 16} of 5 came" in caplog.text
 
 
-def test_a_producer_that_hangs(model: TinyModel) -> None:
+def test_a_producer_that_hangs(model: TinyModel, transport: str) -> None:
     """It listens and says nothing."""
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as mute:
-        transfer = tcp(mute.getsockname()[1], "kv_consumer", timeout_s=0.3, retry_s=60)
+        transfer = tcp(mute.getsockname()[1], "kv_consumer", transport=transport, timeout_s=0.3, retry_s=60)
         with open_llm(model.path, transfer) as llm:
             begun = time.monotonic()
             assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
@@ -108,16 +120,41 @@ def test_a_producer_that_hangs(model: TinyModel) -> None:
             assert stats_of(llm).failed_loads == 1
 
 
-def test_a_producer_of_another_model(model: TinyModel, tiny_model: TinyFactory) -> None:
+def test_a_producer_of_another_model(model: TinyModel, transport: str, tiny_model: TinyFactory) -> None:
     other = tiny_model("Qwen3", num_hidden_layers=3, seed=1)
     port = free_port()
-    producer, pipe = start(serve_blocks, model.path, port, None)
+    producer, pipe = start(serve_blocks, model.path, port, None, transport)
     try:
         assert pipe.recv() == "ready"
         pipe.send(LONG[0])
         pipe.recv()
-        with open_llm(other.path, tcp(port, "kv_consumer")) as llm:
+        with open_llm(other.path, tcp(port, "kv_consumer", transport=transport)) as llm:
             assert tokens_of(llm, LONG[0]) == other.greedy(LONG[0], 5)
             assert (stats_of(llm).hit_tokens, stats_of(llm).failed_loads) == (0, 1)
     finally:
         producer.kill()
+
+
+@needs_nixl
+@pytest.mark.parametrize("sides", [("tcp", "nixl"), ("nixl", "tcp")], ids=["producer-without", "consumer-without"])
+def test_one_end_without_nixl(model: TinyModel, sides: tuple[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    port = free_port()
+    producer, pipe = start(serve_blocks, model.path, port, None, sides[0])
+    try:
+        assert pipe.recv() == "ready"
+        pipe.send(LONG[0])
+        pipe.recv()
+        with open_llm(model.path, tcp(port, "kv_consumer", transport=sides[1])) as llm:
+            assert tokens_of(llm, LONG[0]) == model.greedy(LONG[0], 5)
+            assert stats_of(llm).fetched_blocks == {"tcp": 4, "nixl": 0}
+            assert stats_of(llm).failed_loads == 0
+    finally:
+        producer.kill()
+    assert ("the server has no NIXL" in caplog.text) == (sides[1] == "nixl")
+
+
+def test_nixl_that_is_not_installed(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "nixl_cu13", None)
+    for role in ("kv_producer", "kv_consumer"):
+        with pytest.raises(ConfigError, match="pip install nixl-cu13"):
+            open_llm(model.path, tcp(free_port(), role, transport="nixl"))

@@ -11,6 +11,7 @@ from ostinato.engine.request_stats import Histogram
 from ostinato.graphs.dispatch import BatchKey
 from ostinato.server.metrics import _key_label
 
+from ..e2e.connecting import free_port, tcp
 from ..e2e.models import TinyModel
 from .conftest import open_llm
 from .metrics_text import Samples
@@ -149,6 +150,22 @@ def test_a_connector_shows(model: TinyModel, tmp_path: Path) -> None:
     for name in ("load_failures_total", "save_failures_total"):
         assert first.total(f"kv_connector_{name}") == second.total(f"kv_connector_{name}") == 0
     assert second.total("kv_connector_waiting_requests") == second.total("kv_connector_async_loads_total") == 0
+
+
+def test_blocks_from_another_process_are_counted_by_transport(model: TinyModel) -> None:
+    body = {"prompt": "The same long beginning " * 3, "temperature": 0, "max_tokens": 1, "ignore_eos": True}
+    port = free_port()
+    with (
+        running(lambda: open_llm(model, kv_transfer_config=tcp(port, "kv_producer", transport="tcp"))) as producer,
+        running(lambda: open_llm(model, kv_transfer_config=tcp(port, "kv_consumer", wait_s=60.0))) as consumer,
+    ):
+        num_prompt = producer.post("/v1/completions", body).json()["usage"]["prompt_tokens"]
+        assert consumer.post("/v1/completions", body).status_code == 200
+        consumer.wait_idle()
+        samples = Samples.parse(consumer.get("/metrics").text)
+    assert samples.types["ostinato:kv_connector_fetched_blocks"] == "counter"
+    expected = {"tcp": (num_prompt - 1) // 16, "nixl": 0}
+    assert samples.by_label("kv_connector_fetched_blocks_total", "transport") == expected
 
 
 def test_histogram_bounds_are_inclusive() -> None:

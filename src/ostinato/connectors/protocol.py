@@ -9,8 +9,8 @@ or of the prefix cache, are ever shown to a connector; the scratch block and pad
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from ostinato.request import Request
@@ -50,7 +50,8 @@ class ConnectorStats:
 
     `held_blocks` of at most `capacity_blocks` are in host memory now. `deferred_requests` had to wait until it was
     known what can be loaded. `failed_loads` are attempts that broke off, so that the rest was computed; `failed_saves`
-    are blocks that were not kept, `pending_saves` those on their way.
+    are blocks that were not kept, `pending_saves` those on their way. `fetched_blocks` came from another process, by
+    transport; also those that no request has loaded yet.
     """
 
     query_tokens: int = 0
@@ -64,6 +65,7 @@ class ConnectorStats:
     failed_saves: int = 0
     pending_saves: int = 0
     async_loads: int = 0
+    fetched_blocks: Mapping[str, int] = field(default_factory=dict)
 
 
 Matched = int | tuple[int | None, bool | None] | None

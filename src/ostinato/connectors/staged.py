@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -42,8 +42,8 @@ class StagedScheduler:
     saved.
 
     `has(digest)` says whether the store has a block, as far as it knows without looking: those are not saved again. A
-    request waits for `load_timeout_s` at most. `load_kv_async`: as `get_num_new_matched_tokens` is to answer. `close`
-    closes the store.
+    request waits for `load_timeout_s` at most. `load_kv_async`: as `get_num_new_matched_tokens` is to answer. `fetched`
+    counts blocks for `ConnectorStats.fetched_blocks`. `close` closes the store.
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class StagedScheduler:
         load_timeout_s: float,
         close: Callable[[], None],
         load_kv_async: bool | None = None,
+        fetched: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
         self._block_size, self._index, self._lock = block_size, index, lock
-        self._load_kv_async = load_kv_async
+        self._load_kv_async, self._fetched = load_kv_async, fetched
         self._fetcher, self._load_timeout_s, self._close = fetcher, load_timeout_s, close
         self._reads, self._writes, self._has = fetcher is not None, writes, has
         self._fetches: dict[str, Fetch] = {}  # by request
@@ -184,6 +185,7 @@ class StagedScheduler:
             failed_saves=self._failed_saves,
             pending_saves=len(self._saving),
             async_loads=self._offer.num_async,
+            fetched_blocks={} if self._fetched is None else self._fetched(),
         )
 
     def close(self) -> None:

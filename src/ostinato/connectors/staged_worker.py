@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -110,10 +110,12 @@ def connector_over(
     reads: bool = True,
     writes: bool = True,
     default_bytes: int = 1 << 30,
+    fetched: Callable[[], Mapping[str, int]] | None = None,
 ) -> KVConnector:
     """Both sides of a connector that keeps blocks in `store`, which it owns from now on.
 
-    `has(digest)` tells, at once, whether the store has a block as far as it knows. Options in `context.extra`
+    `has(digest)` tells, at once, whether the store has a block as far as it knows; `fetched()` how many blocks came, by
+    transport. Options in `context.extra`
     (STAGED_OPTIONS): `cpu_bytes_to_use`, host memory on the way; `wait`; `load`; `io_threads`, reads at once;
     `load_timeout_s`, after which a request computes what has not come. Raises ConfigError for one of them, and closes
     the store then.
@@ -144,5 +146,6 @@ def connector_over(
         load_timeout_s=load_timeout_s,
         close=store.close,
         load_kv_async=load_kv_async,
+        fetched=fetched,
     )
     return KVConnector(scheduler, worker)

@@ -9,13 +9,16 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ostinato.connectors.wire import (
     BLOCK,
+    DONE,
     END,
     MAX_DIGESTS,
+    MAX_METADATA_BYTES,
     MAX_TEXT_BYTES,
+    PLACE,
     Kind,
     LostError,
     block_checksum,
@@ -27,12 +30,25 @@ from ostinato.connectors.wire import (
 )  # fmt: skip
 from ostinato.errors import ConfigError, ConnectorError
 
-__all__ = ["BlockClient"]
+__all__ = ["MAX_FAILED_READS", "BlockClient", "MemoryReader"]
 
 logger = logging.getLogger("ostinato")
 
+MAX_FAILED_READS = 3
+"""One may have met a server that was just going; so many in a row, and the two hosts cannot read from each other."""
+
 OnBlock = Callable[[bytes, memoryview], None]
 """Is given the digest and the data, which are overwritten when it returns."""
+
+
+class MemoryReader(Protocol):
+    """Reads the server's memory without the server, as `nixl.NixlReader`. All raise ConnectorError."""
+
+    def join(self, metadata: bytes) -> None: ...
+
+    def read(self, address: int, num_bytes: int, due: float, stopped: Callable[[], bool]) -> memoryview: ...
+
+    def close(self) -> None: ...
 
 
 class BlockClient:
@@ -42,12 +58,22 @@ class BlockClient:
     """
 
     def __init__(
-        self, address: tuple[str, int], *, namespace: str, timeout_s: float, max_block_bytes: int = 64 * 2**20
+        self,
+        address: tuple[str, int],
+        *,
+        namespace: str,
+        timeout_s: float,
+        max_block_bytes: int = 64 * 2**20,
+        reader: MemoryReader | None = None,
+        on_fallback: Callable[[str], None] | None = None,
     ) -> None:
         """Connects to nothing yet. `address` is host and port.
 
         `timeout_s` bounds the time until the connection stands, and then the time for each block, beyond what the
         server was asked to wait. Raises ConfigError for a namespace or time that cannot be.
+
+        With a `reader` blocks come through it where the server allows that, and otherwise over the connection:
+        `on_fallback` is told why. A reader that has failed MAX_FAILED_READS times in a row is not used again.
         """
         if not 1 <= len(namespace.encode()) <= MAX_TEXT_BYTES:
             raise ConfigError(f"namespace must have 1 to {MAX_TEXT_BYTES} bytes", field="namespace")
@@ -56,6 +82,11 @@ class BlockClient:
         self.address, self.namespace, self.timeout_s = address, namespace, timeout_s
         self.last_error: ConnectorError | None = None
         """Why the last `fetch` broke off; None if it ran to its end, which may be a block that the server lacks."""
+        self.num_sent = self.num_read = 0
+        """Blocks that came over the connection, and through the reader."""
+        self._reader, self._on_fallback = reader, on_fallback
+        self._num_failed_reads = 0  # since the last that succeeded
+        self._reads = False  # whether the server that is connected lets the reader read
         self._max_block_bytes = max_block_bytes
         self._buffer = memoryview(bytearray())
         self._sock: socket.socket | None = None
@@ -103,6 +134,8 @@ class BlockClient:
                 sock.shutdown(socket.SHUT_RDWR)
         with self._turn:
             self._disconnect()
+            if self._reader is not None:
+                self._reader.close()
 
     @property
     def _name(self) -> str:
@@ -127,7 +160,7 @@ class BlockClient:
         self, sock: socket.socket, request: bytes, part: Sequence[bytes], deadline: float
     ) -> memoryview | None:
         try:
-            send_frame(sock, Kind.FETCH, request, b"", self.timeout_s)
+            send_frame(sock, Kind.LOCATE if self._reads else Kind.FETCH, request, b"", self.timeout_s)
         except OSError as error:
             raise _BrokenError(f"the connection broke: {error}") from error
         return self._receive(part, 0, deadline)
@@ -140,13 +173,18 @@ class BlockClient:
         due = max(deadline, time.monotonic()) + self.timeout_s
         limits = {Kind.END: END.size, Kind.REFUSED: MAX_TEXT_BYTES}
         if index < len(part):
-            limits[Kind.BLOCK] = BLOCK.size + self._max_block_bytes
+            if self._reads:
+                limits[Kind.PLACE] = PLACE.size
+            else:
+                limits[Kind.BLOCK] = BLOCK.size + self._max_block_bytes
         try:
             kind, length = receive_head(sock, limits, due)
             if kind is Kind.REFUSED:
                 raise ConnectorError(f"the server says: {receive_text(sock, length, due)}")
             if kind is Kind.BLOCK:
                 return self._receive_block(sock, part[index], index, length, due)
+            if kind is Kind.PLACE:
+                return self._read_block(sock, part[index], index, length, due)
             end = self._receive_struct(sock, END, length, due)
         except ConnectorError as error:
             raise _BrokenError(str(error)) from error
@@ -158,16 +196,43 @@ class BlockClient:
 
     def _receive_block(self, sock: socket.socket, digest: bytes, index: int, length: int, due: float) -> memoryview:
         request_id, number, checksum = self._receive_struct(sock, BLOCK, min(length, BLOCK.size), due)
-        if (request_id, number) != (self._request_id, index):
-            raise ConnectorError(f"block {number} of answer {request_id} came, not {index} of {self._request_id}")
+        self._check_order(request_id, number, index)
         num_bytes = length - BLOCK.size
         if len(self._buffer) < num_bytes:
             self._buffer = memoryview(bytearray(num_bytes))
         data = self._buffer[:num_bytes]
         receive_body(sock, data, due)
-        if block_checksum(digest, data) != checksum:
-            raise ConnectorError(f"block {digest.hex()} does not match its checksum")
+        _check_content(digest, data, checksum)
+        self.num_sent += 1
         return data
+
+    def _read_block(self, sock: socket.socket, digest: bytes, index: int, length: int, due: float) -> memoryview:
+        request_id, number, checksum, address, num_bytes = self._receive_struct(sock, PLACE, length, due)
+        self._check_order(request_id, number, index)
+        reader = self._reader
+        assert reader is not None
+        try:
+            if num_bytes > self._max_block_bytes:
+                raise ConnectorError(f"a block of {num_bytes} bytes lies there, at most {self._max_block_bytes} may")
+            data = reader.read(address, num_bytes, due, lambda: self._closed)
+        except ConnectorError as error:
+            if not self._closed:
+                self._num_failed_reads += 1
+            if self._num_failed_reads >= MAX_FAILED_READS:
+                self._give_up_reader(str(error))
+            raise
+        self._num_failed_reads = 0
+        try:
+            send_frame(sock, Kind.DONE, DONE.pack(request_id, index + 1), b"", self.timeout_s)
+        except OSError as error:
+            raise LostError(f"the connection broke: {error}") from error
+        _check_content(digest, data, checksum)
+        self.num_read += 1
+        return data
+
+    def _check_order(self, request_id: int, number: int, index: int) -> None:
+        if (request_id, number) != (self._request_id, index):
+            raise ConnectorError(f"block {number} of answer {request_id} came, not {index} of {self._request_id}")
 
     def _receive_struct(self, sock: socket.socket, layout: struct.Struct, length: int, due: float) -> tuple[Any, ...]:
         if length != layout.size:
@@ -195,12 +260,53 @@ class BlockClient:
             self._disconnect()
             reason = text if kind is Kind.REFUSED else f"it holds namespace {text!r}, not {self.namespace!r}"
             raise ConnectorError(f"{self._name}: refused: {reason}")
+        if self._reader is not None:
+            self._join(sock, self._reader, due)
         return sock
 
+    def _join(self, sock: socket.socket, reader: MemoryReader, due: float) -> None:
+        try:
+            send_frame(sock, Kind.DESCRIBE, b"", b"", self.timeout_s)
+            limits = {Kind.METADATA: MAX_METADATA_BYTES, Kind.DECLINED: MAX_TEXT_BYTES, Kind.REFUSED: MAX_TEXT_BYTES}
+            kind, length = receive_head(sock, limits, due)
+            body = bytearray(length)
+            receive_body(sock, memoryview(body), due)
+        except (ConnectorError, OSError) as error:
+            self._disconnect()
+            raise ConnectorError(f"{self._name}: no connection to a block server: {error}") from error
+        text = body.decode(errors="replace")
+        if kind is Kind.REFUSED:
+            self._disconnect()
+            raise ConnectorError(f"{self._name}: refused: {text}")
+        if kind is Kind.DECLINED:
+            self._fall_back(text)
+            return
+        try:
+            reader.join(bytes(body))
+            self._reads = True
+        except ConnectorError as error:
+            self._give_up_reader(str(error))
+
+    def _give_up_reader(self, reason: str) -> None:
+        if self._reader is not None:
+            self._reader.close()
+        self._reader = None
+        self._fall_back(reason)
+
+    def _fall_back(self, reason: str) -> None:
+        if self._on_fallback is not None:
+            self._on_fallback(reason)
+
     def _disconnect(self) -> None:
+        self._reads = False
         if self._sock is not None:
             self._sock.close()
             self._sock = None
+
+
+def _check_content(digest: bytes, data: memoryview, checksum: bytes) -> None:
+    if block_checksum(digest, data) != checksum:
+        raise ConnectorError(f"block {digest.hex()} does not match its checksum")
 
 
 class _BrokenError(Exception):

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ostinato.connectors.loans import MAX_LOANS, Loans, ReadableMemory
 from ostinato.connectors.wire import (
     BLOCK,
     END,
@@ -31,7 +32,10 @@ __all__ = ["BlockServer"]
 logger = logging.getLogger("ostinato")
 
 GetBlock = Callable[[bytes], "memoryview | bytes | None"]
-"""The data of a block or None. Called from several threads at once; the data must not change while they are sent."""
+"""The data of a block or None. Called from several threads at once; the data must not change until `DoneWith`."""
+
+DoneWith = Callable[[bytes], None]
+"""The data that `GetBlock` returned for this digest have been sent or read: once for each call that returned some."""
 
 _LOOK_S = 0.5  # so often a request on hold looks whether its client is still there
 _LINGER_S = 2.0
@@ -50,11 +54,15 @@ class BlockServer:
         port: int = 0,
         max_connections: int = 64,
         timeout_s: float = 30.0,
+        done: DoneWith | None = None,
+        memory: ReadableMemory | None = None,
     ) -> None:
         """Listens on `host`; port 0 takes a free one, and `address` says which.
 
         `timeout_s` is how long a client may take for its half of a frame, sent or received; between requests it may
-        be silent as long as it likes. Raises ConnectorError if it cannot listen, ConfigError for an option.
+        be silent as long as it likes. Where all blocks lie in `memory`, clients that can may read them there, and the
+        time is then also for each block that they are reading. Raises ConnectorError if it cannot listen, ConfigError
+        for an option.
         """
         if not 1 <= len(namespace.encode()) <= MAX_TEXT_BYTES:
             raise ConfigError(f"namespace must have 1 to {MAX_TEXT_BYTES} bytes", field="namespace")
@@ -62,6 +70,8 @@ class BlockServer:
             raise ConfigError(f"max_connections={max_connections}: must be at least 1", field="max_connections")
         self.namespace = namespace
         self._get, self._timeout_s, self._max_connections = get, timeout_s, max_connections
+        self._done: DoneWith = done or _ignore
+        self._memory = memory
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family)
@@ -141,7 +151,7 @@ class BlockServer:
                 serving = self._claim()
                 send_frame(sock, Kind.WELCOME, self.namespace.encode(), b"", self._timeout_s)
                 while self._await_request(sock):
-                    self._answer(sock, self._receive_request(sock))
+                    self._serve(sock)
             except ConnectorError as error:
                 if not self._closing:
                     logger.warning("client %s of KV blocks: %s", name, error)
@@ -185,12 +195,45 @@ class BlockServer:
         sock.settimeout(None)
         return bool(sock.recv(1, socket.MSG_PEEK))
 
-    def _receive_request(self, sock: socket.socket) -> Fetch:
+    def _serve(self, sock: socket.socket) -> None:
+        """One request."""
         due = time.monotonic() + self._timeout_s
-        _, length = receive_head(sock, {Kind.FETCH: MAX_FETCH_BYTES}, due)
+        limits = {Kind.FETCH: MAX_FETCH_BYTES, Kind.LOCATE: MAX_FETCH_BYTES, Kind.DESCRIBE: 0}
+        kind, length = receive_head(sock, limits, due)
         body = bytearray(length)
         receive_body(sock, memoryview(body), due)
-        return unpack_fetch(memoryview(body))
+        if kind is Kind.DESCRIBE:
+            self._describe(sock)
+        elif kind is Kind.FETCH:
+            self._answer(sock, unpack_fetch(memoryview(body)))
+        elif self._memory is None:
+            raise ConnectorError("LOCATE: this server only sends blocks")
+        else:
+            self._lend(sock, unpack_fetch(memoryview(body)), self._memory)
+
+    def _describe(self, sock: socket.socket) -> None:
+        if self._memory is None:
+            send_frame(sock, Kind.DECLINED, b"the server has no NIXL", b"", self._timeout_s)
+        else:
+            send_frame(sock, Kind.METADATA, self._memory.metadata, b"", self._timeout_s)
+
+    def _lend(self, sock: socket.socket, request: Fetch, memory: ReadableMemory) -> None:
+        deadline = time.monotonic() + request.wait_s
+        loans = Loans(sock, request.request_id, memory, self._done, self._timeout_s)
+        try:
+            for digest in request.digests:
+                loans.settle(MAX_LOANS - 1)
+                data = self._try_get(digest)
+                if data is None:
+                    loans.settle()  # the client may need this thread for what it reads, so it does not wait before
+                    data = self._get_or_wait(sock, digest, deadline)
+                if data is None:
+                    break
+                loans.lend(digest, data)
+            loans.settle()
+        finally:
+            loans.close()
+        send_frame(sock, Kind.END, END.pack(request.request_id, loans.count), b"", self._timeout_s)
 
     def _answer(self, sock: socket.socket, request: Fetch) -> None:
         deadline = time.monotonic() + request.wait_s
@@ -199,8 +242,11 @@ class BlockServer:
             data = self._get_or_wait(sock, digest, deadline)
             if data is None:
                 break
-            prefix = BLOCK.pack(request.request_id, count, block_checksum(digest, data))
-            send_frame(sock, Kind.BLOCK, prefix, data, self._timeout_s)
+            try:
+                prefix = BLOCK.pack(request.request_id, count, block_checksum(digest, data))
+                send_frame(sock, Kind.BLOCK, prefix, data, self._timeout_s)
+            finally:
+                self._done(digest)
             count += 1
         send_frame(sock, Kind.END, END.pack(request.request_id, count), b"", self._timeout_s)
 
@@ -226,6 +272,10 @@ class BlockServer:
         except Exception:
             logger.exception("KV block %s could not be read and counts as missing", digest.hex())
             return None
+
+
+def _ignore(digest: bytes) -> None:
+    """For blocks that never change."""
 
 
 def _has_left(sock: socket.socket) -> bool:

@@ -10,7 +10,14 @@ is the same in all versions, so that an end can tell another version from rubbis
                                   <-     BLOCK    id, index, checksum, data; one for each block, in order
                                   <-     END      id, number of blocks sent
 
-The server sends blocks until one is missing, without being asked for each.
+The server sends blocks until one is missing, without being asked for each. Or the client reads them by itself:
+
+    DESCRIBE                      ->
+                                  <-     METADATA of the server's memory, or DECLINED reason
+    LOCATE   id, wait, digests    ->
+                                  <-     PLACE    id, index, checksum, address, bytes; one for each block, in order
+    DONE     id, number read      ->
+                                  <-     END      id, number of blocks, once the client has read them all
 """
 
 from __future__ import annotations
@@ -26,9 +33,9 @@ from typing import NamedTuple
 from ostinato.errors import ConnectorError
 
 __all__ = [
-    "BLOCK", "CHECKSUM_BYTES", "END", "MAX_DIGESTS", "MAX_TEXT_BYTES", "Fetch", "Kind",
-    "LostError", "block_checksum", "pack_fetch", "receive_body", "receive_head", "receive_text", "send_frame",
-    "unpack_fetch",
+    "BLOCK", "CHECKSUM_BYTES", "DONE", "END", "MAX_DIGESTS", "MAX_METADATA_BYTES", "MAX_TEXT_BYTES", "PLACE",
+    "Fetch", "Kind", "LostError", "block_checksum", "pack_fetch", "receive_body", "receive_head", "receive_text",
+    "send_frame", "unpack_fetch",
 ]  # fmt: skip
 
 PROTOCOL_VERSION = 1
@@ -36,11 +43,14 @@ MAX_TEXT_BYTES = 1024
 MAX_DIGESTS = 4096
 """In one FETCH. A longer list is fetched in parts."""
 MAX_DIGEST_BYTES = 64
+MAX_METADATA_BYTES = 2**20
 MAX_WAIT_MS = 2**32 - 1
 
 CHECKSUM_BYTES = 32
 BLOCK = struct.Struct(f"<II{CHECKSUM_BYTES}s")
 END = struct.Struct("<II")
+PLACE = struct.Struct(f"<II{CHECKSUM_BYTES}sQI")
+DONE = struct.Struct("<II")
 
 _MAGIC = b"OSTb"
 _HEAD = struct.Struct("<4sBBHI")
@@ -59,6 +69,12 @@ class Kind(IntEnum):
     FETCH = 4
     BLOCK = 5
     END = 6
+    DESCRIBE = 7
+    METADATA = 8
+    DECLINED = 9
+    LOCATE = 10
+    PLACE = 11
+    DONE = 12
 
 
 class Fetch(NamedTuple):

@@ -132,6 +132,13 @@ class _Families(Collector):
             ("kv_connector_deferred_requests", "Requests that waited for KV to come.", now.deferred_requests),
         ):
             yield self._counter(name, text, number)
+        yield self._labelled(
+            CounterMetricFamily,
+            "kv_connector_fetched_blocks",
+            "KV blocks that came from another process, by transport.",
+            ["transport"],
+            [([transport], count) for transport, count in now.fetched_blocks.items()],
+        )
         yield self._gauge("kv_connector_waiting_requests", "Requests that wait for KV to come.", num_deferred)
         yield self._gauge("kv_connector_pending_saves", "KV blocks on their way out.", now.pending_saves)
         yield self._gauge("kv_connector_host_blocks", "KV blocks in host memory.", now.held_blocks)

@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
+from typing import Any
 
 import pytest
+from kv_transports import MAX_BLOCK_BYTES, Placed
 
 from ostinato.connectors import tcp_client, wire
+from ostinato.connectors.nixl import NixlReader
 from ostinato.connectors.tcp import BlockClient, BlockServer
 from ostinato.errors import ConfigError, ConnectorError
 
@@ -42,34 +45,44 @@ class Got:
         self.digests.append(digest)
 
 
-def client_of(address: tuple[str, int], namespace: str = "n", timeout_s: float = LONG_S) -> BlockClient:
-    return BlockClient(address, namespace=namespace, timeout_s=timeout_s)
+def client_of(
+    address: tuple[str, int], namespace: str = "n", timeout_s: float = LONG_S, nixl: Any | None = None
+) -> BlockClient:
+    reader = None if nixl is None else NixlReader(nixl, MAX_BLOCK_BYTES)
+    return BlockClient(
+        address, namespace=namespace, timeout_s=timeout_s, max_block_bytes=MAX_BLOCK_BYTES, reader=reader
+    )
 
 
 @contextmanager
 def serving(
-    get: Callable[[bytes], memoryview | bytes | None] = BLOCKS.get, **options: object
+    get: Callable[[bytes], memoryview | bytes | None] = BLOCKS.get, nixl: Any | None = None, **options: object
 ) -> Iterator[tuple[BlockServer, BlockClient]]:
-    server = BlockServer(get, namespace="n", **options)  # type: ignore[arg-type]
-    client = client_of(server.address)
+    """With `nixl` the blocks are copied to where the client reads them."""
+    placed = None if nixl is None else Placed(get, nixl)
+    server = BlockServer(placed or get, namespace="n", memory=placed and placed.shared, **options)  # type: ignore[arg-type]
+    client = client_of(server.address, nixl=nixl)
     try:
         yield server, client
     finally:
         client.close()
         server.close()
+        if placed is not None:
+            placed.shared.close()
 
 
-def test_blocks_come_in_order_and_whole() -> None:
-    with serving() as (_, client):
+def test_blocks_come_in_order_and_whole(nixl: Any | None) -> None:
+    with serving(nixl=nixl) as (_, client):
         got = Got()
         assert client.fetch(DIGESTS, got) == 20
         assert got.digests == DIGESTS
         assert client.last_error is None
         assert client.fetch([], got) == 0
+        assert (client.num_sent, client.num_read) == ((0, 20) if nixl else (20, 0))
 
 
-def test_the_prefix_ends_at_the_first_missing_block() -> None:
-    with serving() as (_, client):
+def test_the_prefix_ends_at_the_first_missing_block(nixl: Any | None) -> None:
+    with serving(nixl=nixl) as (_, client):
         got = Got()
         assert client.fetch([*DIGESTS[:3], b"?" * 32, *DIGESTS[3:]], got) == 3
         assert client.fetch([b"?" * 32], got) == 0
@@ -79,17 +92,17 @@ def test_the_prefix_ends_at_the_first_missing_block() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4 * 2**20])
-def test_blocks_of_any_size(num_bytes: int) -> None:
+def test_blocks_of_any_size(num_bytes: int, nixl: Any | None) -> None:
     blocks = {digest_of(index)[:16]: data_of(index, num_bytes) for index in range(3)}
     got: dict[bytes, bytes] = {}
-    with serving(lambda digest: memoryview(blocks[digest])) as (_, client):
+    with serving(lambda digest: memoryview(blocks[digest]), nixl) as (_, client):
         assert client.fetch(list(blocks), lambda digest, data: got.update({digest: bytes(data)})) == 3
     assert got == blocks
 
 
-def test_a_list_longer_than_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_longer_than_a_request(monkeypatch: pytest.MonkeyPatch, nixl: Any | None) -> None:
     monkeypatch.setattr(tcp_client, "MAX_DIGESTS", 6)
-    with serving() as (_, client):
+    with serving(nixl=nixl) as (_, client):
         got = Got()
         assert client.fetch(DIGESTS, got) == 20
         assert client.fetch([*DIGESTS[:6], b"?" * 32], got) == 6
@@ -131,8 +144,8 @@ def test_a_connection_too_many_is_refused_and_a_place_is_given_on() -> None:
         second.close()
 
 
-def test_a_server_that_comes_back_is_found_by_the_next_call() -> None:
-    with serving() as (server, client):
+def test_a_server_that_comes_back_is_found_by_the_next_call(nixl: Any | None) -> None:
+    with serving(nixl=nixl) as (server, client):
         assert client.fetch(DIGESTS, Got()) == 20
         server.close()
         with pytest.raises(ConnectorError):
@@ -145,28 +158,28 @@ def test_a_server_that_comes_back_is_found_by_the_next_call() -> None:
         again.close()
 
 
-def test_a_get_that_raises_is_a_missing_block() -> None:
+def test_a_get_that_raises_is_a_missing_block(nixl: Any | None) -> None:
     def get(digest: bytes) -> bytes:
         if digest == DIGESTS[2]:
             raise RuntimeError("disk on fire")
         return BLOCKS[digest]
 
-    with serving(get) as (_, client):
+    with serving(get, nixl) as (_, client):
         assert client.fetch(DIGESTS, Got()) == 2
         assert client.fetch(DIGESTS[3:], Got()) == 17
 
 
-def test_what_on_block_raises_comes_out_and_the_next_call_works() -> None:
+def test_what_on_block_raises_comes_out_and_the_next_call_works(nixl: Any | None) -> None:
     def refuse(digest: bytes, data: memoryview) -> None:
         raise OSError("no room here")
 
-    with serving() as (_, client):
+    with serving(nixl=nixl) as (_, client):
         with pytest.raises(OSError, match="no room here"):
             client.fetch(DIGESTS, refuse)
         assert client.fetch(DIGESTS, Got()) == 20
 
 
-def test_waits_until_blocks_appear() -> None:
+def test_waits_until_blocks_appear(nixl: Any | None) -> None:
     blocks: dict[bytes, bytes] = {}
     asked = threading.Semaphore(0)
 
@@ -174,7 +187,7 @@ def test_waits_until_blocks_appear() -> None:
         asked.release()
         return blocks.get(digest)
 
-    with serving(get) as (server, client):
+    with serving(get, nixl) as (server, client):
         counts: list[int] = []
         got = Got()
         fetching = threading.Thread(target=lambda: counts.append(client.fetch(DIGESTS[:5], got, wait_s=LONG_S)))
@@ -188,19 +201,19 @@ def test_waits_until_blocks_appear() -> None:
         assert got.digests == DIGESTS[:5]
 
 
-def test_a_wait_ends_at_its_limit_with_what_there_is() -> None:
-    with serving() as (_, client):
+def test_a_wait_ends_at_its_limit_with_what_there_is(nixl: Any | None) -> None:
+    with serving(nixl=nixl) as (_, client):
         assert client.fetch([*DIGESTS[:2], b"?" * 32], Got(), wait_s=0.05) == 2
         assert client.last_error is None
 
 
-def test_closing_the_server_ends_a_wait() -> None:
+def test_closing_the_server_ends_a_wait(nixl: Any | None) -> None:
     asked = threading.Event()
 
     def get(digest: bytes) -> None:
         asked.set()
 
-    with serving(get) as (server, client):
+    with serving(get, nixl) as (server, client):
         done = threading.Event()
 
         def fetch() -> None:
@@ -214,13 +227,13 @@ def test_closing_the_server_ends_a_wait() -> None:
         assert done.wait(LONG_S)
 
 
-def test_closing_the_client_ends_a_wait_at_both_ends() -> None:
+def test_closing_the_client_ends_a_wait_at_both_ends(nixl: Any | None) -> None:
     asked = threading.Event()
 
     def get(digest: bytes) -> None:
         asked.set()
 
-    with serving(get) as (server, client):
+    with serving(get, nixl) as (server, client):
         counts: list[int] = []
         fetching = threading.Thread(target=lambda: counts.append(client.fetch(DIGESTS, Got(), wait_s=1000.0)))
         fetching.start()
@@ -233,21 +246,21 @@ def test_closing_the_client_ends_a_wait_at_both_ends() -> None:
             client.fetch(DIGESTS, Got())
 
 
-def test_a_client_may_be_closed_while_it_hands_on_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving() as (server, client):
+def test_a_client_may_be_closed_while_it_hands_on_a_block(monkeypatch: pytest.MonkeyPatch, nixl: Any | None) -> None:
+    with serving(nixl=nixl) as (server, client):
         for size in (1, 6):
             monkeypatch.setattr(tcp_client, "MAX_DIGESTS", size)
-            client = client_of(server.address)
+            client = client_of(server.address, nixl=nixl)
             assert client.fetch(DIGESTS, lambda digest, data, client=client: client.close()) == 1  # type: ignore[misc]
             assert client.last_error is not None
 
 
-def test_many_clients_at_once() -> None:
-    with serving() as (server, _):
+def test_many_clients_at_once(nixl: Any | None) -> None:
+    with serving(nixl=nixl) as (server, _):
         counts: list[int] = []
 
         def fetch() -> None:
-            client = client_of(server.address)
+            client = client_of(server.address, nixl=nixl)
             counts.extend(client.fetch(DIGESTS, Got()) for _ in range(5))
             client.close()
 

@@ -374,7 +374,8 @@ def attend_tiles_call(
     pdl = query_len > 0 and starts_early(q.device)
     options = dict(
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=width, NUM_QUERIES=max(live_pad, _MIN_QUERIES), LIVE_PAD=live_pad,
-        CHUNK=max(min(_MERGED_FLOATS // (live_pad * width), 4), 1), TILE=tiles.tile, UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
+        CHUNK=max(min(_MERGED_FLOATS // (live_pad * width), 4), 1), TILE=tiles.tile,
+        UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
         SCALED=kv_scales is not None, NATIVE=q.is_cuda, RAGGED=query_len == 0, PDL=pdl, num_warps=config.num_warps,
         launch_pdl=pdl,
     )  # fmt: skip

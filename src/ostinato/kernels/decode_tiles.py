@@ -65,9 +65,10 @@ def tile_size(head_size: int, element_size: int) -> int:
 def tile_config(head_size: int, element_size: int, cache_element_size: int) -> TileConfig:
     """Measured on an H200: two programs of a multiprocessor, each with two tiles of 32 KB on their way, or three with
     three of 16 KB, keep more of the memory busy than four with one, and leave places for a successor that starts
-    early."""
-    num_bytes = tile_size(head_size, element_size) * _next_power_of_2(head_size) * cache_element_size
-    return TileConfig(7, 4, 3) if num_bytes <= _TILE_BYTES // 2 else TileConfig(5, 4, 2)
+    early. From head size 128 on the registers are enough for two programs only."""
+    head_pad = _next_power_of_2(head_size)
+    num_bytes = tile_size(head_size, element_size) * head_pad * cache_element_size
+    return TileConfig(7 if num_bytes <= _TILE_BYTES // 2 else 5, 4, 3 if head_pad <= 64 else 2)
 
 
 def tile_unit(tile: int, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""Decode attention on a GPU: rope, cache write and attention as three ops, against the fused op.
+"""Decode attention on a GPU: rope, cache write and attention as three ops, against the fused op and the two over tiles.
 
     python benchmarks/kernel_decode_attention.py --json results.json [--tune] [--rows 8,64]
 
@@ -29,6 +29,7 @@ import triton
 from torch import Tensor
 
 from ostinato.kernels import ops
+from ostinato.kernels.decode_tiles import num_partial_floats, tile_config, tile_programs, tile_size, tile_unit
 from ostinato.kernels.splits import choose_num_splits
 from ostinato.kernels.triton_decode_fused import FusedConfig, decode_attention, fused_config
 
@@ -53,15 +54,16 @@ TOLERANCE = 0.03  # bfloat16 output of values near 1
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The fused op with a config; without one, three ops."""
+    """The fused op with a config; without one, the two ops over a list of tiles, or three ops."""
 
     name: str
     config: FusedConfig | None = None
     pdl: bool = False
+    tiled: bool = False
 
 
-def op_config(rows: int, num_splits: int, num_heads: int, num_kv_heads: int, head_size: int) -> FusedConfig:
-    return fused_config(rows, num_splits, num_heads // num_kv_heads, head_size, head_size // 2, 2, norm=False)
+def op_config(rows: int, num_heads: int, num_kv_heads: int, head_size: int) -> FusedConfig:
+    return fused_config(rows, num_heads // num_kv_heads, head_size, head_size // 2, 2, norm=False)
 
 
 def candidates(base: FusedConfig, head_size: int) -> list[Variant]:
@@ -120,6 +122,22 @@ class Problem:
         angles = torch.rand((context, head_size // 2), device=device) * 6.3
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
         self.counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
+        tile = tile_size(head_size, 2)
+        num_tiles = rows * -(-context // tile)
+        self.tiles = ops.DecodeTiles(
+            torch.zeros(rows + 1, dtype=torch.int32, device=device),
+            torch.zeros((num_tiles, 2), dtype=torch.int32, device=device),
+            torch.zeros((num_tiles, tile // tile_unit(tile, BLOCK_SIZE)), dtype=torch.int32, device=device),
+            tile,
+            tile_programs(tile_config(head_size, 2, 2), num_kv_heads, num_sms),
+        )
+        size = num_partial_floats(heads[0], num_kv_heads, head_size, num_sms)
+        self.partials = torch.empty(size, dtype=torch.float32, device=device)
+
+    def plan(self) -> None:
+        """Once a step, for all layers."""
+        rows = (self.seq_lens, self.query_start, self.table, self.row_slot)
+        ops.plan_tiles(*rows, 1, self.rows, BLOCK_SIZE, self.tiles)
 
     def layer(self, variant: Variant, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
@@ -128,7 +146,13 @@ class Problem:
             decode_attention(
                 q, k, v, self.positions, self.cos_sin, None, None, 0.0, self.slots, k_cache, v_cache,
                 self.table, self.row_slot, self.seq_lens, scale, self.rows, self.num_splits, self.out, self.counters,
-                variant.pdl, variant.config,
+                variant.pdl, config=variant.config,
+            )  # fmt: skip
+        elif variant.tiled:
+            ops.rope_write(q, k, v, self.positions, self.cos_sin, None, None, 0.0, self.slots, k_cache, v_cache)
+            ops.attend_tiles(
+                q, k_cache, v_cache, self.tiles, self.query_start, scale, 1, self.rows, self.out, self.counters,
+                self.partials,
             )  # fmt: skip
         else:
             ops.rope(q, k, self.positions, self.cos_sin)
@@ -140,13 +164,16 @@ class Problem:
 
     def output(self, variant: Variant) -> Tensor:
         self.out.fill_(float("nan"))
+        self.plan()
         self.layer(variant, self.qkv.clone(), *self.caches[0])
         return self.out.clone()
 
     def step(self, variant: Variant) -> Callable[[], None]:
-        qkv = self.qkv.clone()  # the three ops turn it in place, once more at every layer
+        qkv = self.qkv.clone()  # all but the fused op turn it in place, once more at every layer
 
         def run() -> None:
+            if variant.tiled:
+                self.plan()
             for k_cache, v_cache in self.caches:
                 self.layer(variant, qkv, k_cache, v_cache)
 
@@ -226,7 +253,7 @@ def main() -> None:
     print(f"{device}, torch {torch.__version__}, triton {triton.__version__}, bf16")
     wanted = [(r, c) for r, c in SHAPES if args.rows is None or str(r) in args.rows.split(",")]
     if args.tune:
-        cases = [(heads, variant) for heads in HEADS for variant in candidates(op_config(1, 2, *heads), heads[2])]
+        cases = [(heads, variant) for heads in HEADS for variant in candidates(op_config(1, *heads), heads[2])]
         with ProcessPoolExecutor(14, multiprocessing.get_context("spawn")) as pool:
             list(pool.map(compile_variant, cases))
     results: list[Result] = []
@@ -236,8 +263,9 @@ def main() -> None:
         print(f"\nheads {heads}, {rows} x {context}, {problem.num_splits} splits, {problem.num_layers} layers")
         three = Variant("three ops")
         expected = problem.output(three)
-        config = op_config(rows, problem.num_splits, *heads)
-        for variant in (three, Variant("fused", config), Variant("fused, pdl", config, pdl=True)):
+        config = op_config(rows, *heads)
+        fused = (Variant("fused", config), Variant("fused, pdl", config, pdl=True))
+        for variant in (three, *fused, Variant("tiles", tiled=True)):
             results.append(measure(problem, variant, expected, args.samples))
             show(results[-1])
         if args.tune:

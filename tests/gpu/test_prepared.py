@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import ops
+from ostinato.kernels.decode_tiles import tile_size, tile_unit
 from tests.gpu.op_cases import DTYPES, AttentionCase, B, attention_case, normal
 
 pytestmark = pytest.mark.gpu
@@ -19,13 +20,25 @@ LENGTHS = [(70, 33, 900, 4, 5), (1, 33, 1, 4, 1)]  # known tokens, those of the 
 PADDED_ROWS = 3
 
 
-def workspace(case: AttentionCase, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Counters, and partial results that are NaN beforehand."""
-    from ostinato.kernels.triton_decode_fused import num_partial_floats
-
-    size = num_partial_floats(num_parts, *case.q.shape[1:])
+def workspace(case: AttentionCase, num_places: int) -> tuple[Tensor, Tensor]:
+    """Counters, and places of partial results that are NaN beforehand."""
+    num_heads, head_size = case.q.shape[1:]
     counters = torch.zeros(case.num_rows * case.k_cache.shape[2], dtype=torch.int32, device=case.q.device)
-    return counters, torch.full((size,), float("nan"), device=case.q.device)
+    return counters, torch.full((num_places * num_heads * (head_size + 1),), float("nan"), device=case.q.device)
+
+
+def tiles_of(case: AttentionCase, num_programs: int) -> ops.DecodeTiles:
+    """Room for the list, not yet made."""
+    tile = tile_size(case.q.shape[2], case.q.element_size())
+    num_tiles = case.num_rows * -(-case.block_table.shape[1] * B // tile)
+    starts = torch.zeros(case.num_rows + 1, dtype=torch.int32, device=case.q.device)
+    info, cells = (starts.new_zeros(num_tiles, count) for count in (2, tile // tile_unit(tile, B)))
+    return ops.DecodeTiles(starts, info, cells, tile, num_programs)
+
+
+def plan(case: AttentionCase, tiles: ops.DecodeTiles) -> None:
+    rows = (case.seq_lens, case.query_start, case.block_table, case.row_slot)
+    ops.plan_tiles(*rows, case.query_len, case.num_rows, B, tiles)
 
 
 def slots_of(case: AttentionCase) -> Tensor:
@@ -40,13 +53,13 @@ def slots_of(case: AttentionCase) -> Tensor:
     return slots.to(case.q.device)
 
 
-@pytest.mark.parametrize("num_extra", [1, 5])
+@pytest.mark.parametrize("num_programs", [1, 7])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> None:
+def test_ragged(device: torch.device, dtype: torch.dtype, num_programs: int) -> None:
     """Over the live rows alone, however many the key has room for; and again over other data at the same addresses."""
     from ostinato.kernels.triton_attention import prepared_ragged
     from ostinato.kernels.triton_attention_prefill import prefill_call
-    from ostinato.kernels.triton_decode_fused import single_token_call
+    from ostinato.kernels.triton_decode_tiles import attend_tiles_call
     from ostinato.kernels.triton_kv_write import kv_write_call
 
     seq_lens, query_lens = ((*lens, *[0] * PADDED_ROWS) for lens in LENGTHS)
@@ -55,14 +68,13 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> Non
     ).on(device)
     k, v = (normal(case.q.shape[0], 2, 64, seed=seed, dtype=dtype).to(device) for seed in (7, 8))
     slots, out = slots_of(case), torch.full_like(case.q, float("nan"))
-    counters, partials = workspace(case, case.num_rows + num_extra)
-    parts = torch.full((1 + case.num_rows + num_extra,), -1, dtype=torch.int32, device=device)
+    (counters, partials), tiles = workspace(case, 2 * num_programs), tiles_of(case, num_programs)
     rows = (case.block_table, case.row_slot, case.query_start, case.seq_lens)
-    over = (case.q, case.k_cache, case.v_cache, *rows, case.scale, case.num_rows, out)
+    over = (tiles, case.query_start, case.scale, 0, case.num_rows)
     run = prepared_ragged(
         kv_write_call(k, v, case.k_cache, case.v_cache, slots, None),
-        single_token_call(*over, counters, parts, partials, None),
-        prefill_call(*over, None, singles=False),
+        prefill_call(case.q, case.k_cache, case.v_cache, *rows, case.scale, case.num_rows, out, None, singles=False),
+        attend_tiles_call(case.q, case.k_cache, case.v_cache, *over, out, counters, partials, None),
         device,
         lambda: len(LENGTHS[0]),
     )
@@ -71,14 +83,12 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> Non
             k.neg_()
             case.q.mul_(0.5)
             case.seq_lens[2] -= 1  # a row that has become shorter, without its newest token
-        ops.plan_parts(case.seq_lens, case.query_start, 0, case.num_rows, 2, 8, parts)
+        plan(case, tiles)
         expected = torch.full_like(out, float("nan"))
         caches = case.k_cache.clone(), case.v_cache.clone()
         ops.kv_write(k, v, *caches, slots)
-        ops.attention(
-            case.q, *caches, case.block_table, case.row_slot, case.query_start, case.seq_lens, case.scale, 0,
-            case.num_rows, 1, expected, None, counters, parts, partials,
-        )  # fmt: skip
+        ops.attention(case.q, *caches, *rows, case.scale, 0, case.num_rows, 1, expected, None, False)
+        ops.attend_tiles(case.q, *caches, *over, expected, counters, partials)
         run()
         assert torch.equal(out, expected) and bool(out.isfinite().all())
         for ours, theirs in zip((case.k_cache, case.v_cache), caches, strict=True):
@@ -86,10 +96,12 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_extra: int) -> Non
         assert not counters.any()
 
 
-@pytest.mark.parametrize(("num_splits", "listed"), [(1, False), (4, False), (1, True)])
-def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: int, listed: bool) -> None:
+@pytest.mark.parametrize(("num_splits", "tiled"), [(1, False), (4, False), (1, True)])
+def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: int, tiled: bool) -> None:
     from ostinato.kernels.triton_attention import prepared_decode
     from ostinato.kernels.triton_decode_fused import decode_call
+    from ostinato.kernels.triton_decode_tiles import attend_tiles_call
+    from ostinato.kernels.triton_rope_write import rope_write_call
 
     case = attention_case(
         torch.bfloat16, [70, 1, 900], query_len=1, num_heads=8, num_kv_heads=2, head_size=128
@@ -98,19 +110,24 @@ def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: 
     positions, cos_sin = case.seq_lens - 1, normal(1024, 128, seed=9).to(device)
     norms = [normal(128, seed=seed, dtype=torch.bfloat16).to(device) for seed in (10, 11)]
     counters, partials = workspace(case, 3 * num_splits + 4)
-    parts = torch.full((1 + 3 + 4,), -1, dtype=torch.int32, device=device) if listed else None
-    if parts is not None:
-        ops.plan_parts(case.seq_lens, case.query_start, 1, 3, 2, 8, parts)
-        assert int((parts >= 1 << 16).sum()) > 0
     before = (positions, cos_sin, *norms, 1e-5, slots_of(case))
-    behind = (case.block_table, case.row_slot, case.seq_lens, case.scale, 3, num_splits)
     expected, out = torch.full_like(case.q, float("nan")), torch.full_like(case.q, float("nan"))
-    caches = case.k_cache.clone(), case.v_cache.clone()
-    ops.decode_attention(case.q, k, v, *before, *caches, *behind, expected, counters, True, None, parts, partials)
-    call = decode_call(
-        case.q, k, v, *before, case.k_cache, case.v_cache, *behind, out, counters, True, None, parts, partials
-    )  # fmt: skip
-    run = prepared_decode(call, device)
+    own, caches = (case.k_cache, case.v_cache), (case.k_cache.clone(), case.v_cache.clone())
+    if tiled:
+        tiles, query = tiles_of(case, 3), case.q.clone()
+        plan(case, tiles)
+        over = (tiles, case.query_start, case.scale, 1, 3)
+        ops.rope_write(query, k, v, *before, *caches)
+        ops.attend_tiles(query, *caches, *over, expected, counters, partials)
+        calls = [
+            rope_write_call(case.q, k, v, *before, *own, None),
+            attend_tiles_call(case.q, *own, *over, out, counters, partials, None),
+        ]
+    else:
+        behind = (case.block_table, case.row_slot, case.seq_lens, case.scale, 3, num_splits)
+        ops.decode_attention(case.q, k, v, *before, *caches, *behind, expected, counters, True, None, partials)
+        calls = [decode_call(case.q, k, v, *before, *own, *behind, out, counters, True, None, partials)]
+    run = prepared_decode(*calls, device=device)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):

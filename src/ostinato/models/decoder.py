@@ -207,9 +207,10 @@ class _Attention:
     """Write this step's K and V, then attend. Called inside a graph, or between two as an eager segment: it holds views
     of fixed buffers only, so that a recording which keeps it keeps no memory of the graph pool alive.
 
-    A step with one token a row does everything, rope included, in one op. Any other rotates first, inside the graph;
-    so does every step that is to be batch-invariant, since decode and prompt must then run the same kernels. Where keys
-    and values are gathered, writing them is part of that, so that all touching of the cache is outside the graph.
+    A step with one token a row does everything, rope included, here, in one op or two. Any other rotates first, inside
+    the graph; so does every step that is to be batch-invariant, since decode and prompt must then run the same kernels.
+    Where keys and values are gathered, writing them is part of that, so that all touching of the cache is outside the
+    graph.
     """
 
     model: Decoder

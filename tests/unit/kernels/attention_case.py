@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.kernels import reference_attention
+from ostinato.kernels import reference_tiles
+from ostinato.kernels.decode_tiles import DecodeTiles, tile_unit
 
 BLOCK_SIZE = 16
 OUT_OF_RANGE = 2**30
@@ -38,31 +39,37 @@ class AttentionCase:
         query_len: int = 0,
         num_splits: int = 1,
         device: str = DEVICE,
-        parts: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> Tensor:
         """The op's output, from an `out` that is NaN beforehand and wider than the head size."""
         wide = torch.full((*self.q.shape[:2], self.q.shape[2] + 16), float("nan"), dtype=self.q.dtype, device=device)
         out = wide[..., : self.q.shape[2]]
         pool = self.pool.to(device)
-        in_parts = {} if parts is None else dict(zip(("counters", "parts", "partials"), parts, strict=True))
         attention(
             self.q.to(device), pool[:, 0], pool[:, 1], self.block_table.to(device), self.row_slot.to(device),
             self.query_start.to(device), self.seq_lens.to(device), self.scale, query_len, len(self.query_lens),
-            num_splits, out, **in_parts,
+            num_splits, out,
         )  # fmt: skip
         assert wide[..., self.q.shape[2] :].isnan().all(), "wrote outside `out`"
         return out.cpu()
 
-    def parts(self, num_extra: int, places: int = 4, device: str = DEVICE) -> tuple[Tensor, Tensor, Tensor]:
-        """Counters, the list of the decoding rows' parts, a workspace of NaN."""
-        num_rows, num_parts = len(self.query_lens), len(self.query_lens) + num_extra
+    def tiles(self, query_len: int, tile: int, num_programs: int, device: str = DEVICE) -> DecodeTiles:
+        """As the specification lists them, in a list with room for more, of which the rest is out of range."""
+        num_rows = len(self.query_lens)
+        num_tiles = sum(-(-max(seq_len, 1) // tile) for seq_len in self.seq_lens[:num_rows].tolist()) + 2
+        starts = torch.full((num_rows + 2,), OUT_OF_RANGE, dtype=torch.int32)
+        info = torch.full((num_tiles, 2), OUT_OF_RANGE, dtype=torch.int32)
+        cells = torch.full((num_tiles, tile // tile_unit(tile, BLOCK_SIZE)), OUT_OF_RANGE, dtype=torch.int32)
+        reference_tiles.plan_tiles(
+            self.seq_lens, self.query_start, self.block_table, self.row_slot, query_len, num_rows, BLOCK_SIZE, tile,
+            starts, info, cells,
+        )  # fmt: skip
+        return DecodeTiles(starts.to(device), info.to(device), cells.to(device), tile, num_programs)
+
+    def workspace(self, num_programs: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
+        """Counters, and places of partial results that are NaN beforehand."""
         num_heads, head_size = self.q.shape[1:]
-        num_kv_heads = self.pool.shape[3]
-        parts = torch.full((1 + num_parts,), OUT_OF_RANGE, dtype=torch.int32)
-        reference_attention.plan_parts(self.seq_lens, self.query_start, 0, num_rows, num_kv_heads, places, parts)
-        partials = torch.full((num_parts * num_heads * (head_size + 1),), float("nan"), device=device)
-        counters = torch.zeros(num_rows * num_kv_heads, dtype=torch.int32, device=device)
-        return counters, parts.to(device), partials
+        counters = torch.zeros(len(self.query_lens) * self.pool.shape[3], dtype=torch.int32, device=device)
+        return counters, torch.full((2 * num_programs * num_heads * (head_size + 1),), float("nan"), device=device)
 
     def expected(self) -> Tensor:
         """A double precision softmax written out position by position; it shares nothing with the implementations."""

@@ -17,17 +17,6 @@ CACHES = {"k_cache", "v_cache"}
 FLOAT_POINTERS = {"cos_sin", "partial_acc", "partial_lse", "kv_scales"}
 SCALARS = {"table_width"}
 # Head size, query heads per key head, qk-norm, several splits, programmatic launch. A few corners: each takes seconds.
-# In parts, with the tiles of one split: head size, query heads per key head, qk-norm, of a ragged step.
-PARTS = [
-    (64, 4, False, True),
-    (64, 4, False, False),
-    (128, 2, False, True),
-    (128, 2, True, False),
-    (128, 4, False, True),
-    (128, 4, False, False),
-    (256, 8, False, True),
-    (256, 8, False, False),
-]
 SHAPES: list[tuple[int, int, bool, bool, bool]] = [
     (64, 4, False, False, False),
     (64, 4, False, True, True),
@@ -45,31 +34,17 @@ ELEMENT_SIZE = 2
 def cases() -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Kernel, compile-time arguments, launch options."""
     for head_size, group, norm, split, pdl in SHAPES:
-        num_rows, num_splits = (1, 28) if split else (64, 1)
+        num_rows = 1 if split else 64
         for scaled in (False, True):  # a cache in the model's bfloat16, or in FP8 with scales
-            config = fused_config(num_rows, num_splits, group, head_size, head_size // 2, ELEMENT_SIZE, norm, scaled)
+            config = fused_config(num_rows, group, head_size, head_size // 2, ELEMENT_SIZE, norm)
             tiles = config.tiles
             shape = {
                 "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": tiles.head_pad, "HALF": head_size // 2,
                 "VECTOR": config.vector, "NORM": norm, "BLOCK_SIZE": 16, "NUM_QUERIES": tiles.num_queries,
                 "TILE": tiles.tile, "LIVE_PAD": config.live_pad, "CHUNK": config.chunk,
-                "SPLIT": split, "SCALED": scaled, "NATIVE": True, "PDL": pdl, "PARTS": False, "RAGGED": False,
+                "SPLIT": split, "SCALED": scaled, "NATIVE": True, "PDL": pdl,
             }  # fmt: skip
             options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": pdl}
-            yield decode_fused_kernel, shape, options
-    for head_size, group, norm, ragged in PARTS:
-        for scaled in (False, True):
-            config = fused_config(64, 1, group, head_size, head_size // 2, ELEMENT_SIZE, norm, scaled)
-            tiles, half = config.tiles, 1 if ragged else head_size // 2
-            shape = {
-                "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": tiles.head_pad, "HALF": half,
-                "VECTOR": 1 if ragged else config.vector, "NORM": norm, "BLOCK_SIZE": 16,
-                "NUM_QUERIES": tiles.num_queries, "TILE": tiles.tile, "LIVE_PAD": config.live_pad,
-                "CHUNK": config.chunk, "SPLIT": True, "SCALED": scaled, "NATIVE": True, "PDL": not ragged,
-                "PARTS": True, "RAGGED": ragged,
-            }  # fmt: skip
-            options = {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages, "launch_pdl": not ragged}
-            options["maxnreg"] = 128 if tiles.num_warps == 4 and head_size <= 128 else None
             yield decode_fused_kernel, shape, options
 
 

@@ -61,7 +61,6 @@ class FusedCase:
         num_splits: int = 1,
         counters: Tensor | None = None,
         pdl: bool = False,
-        parts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The output (from an `out` that is NaN beforehand and wider than a head) and the pool afterwards."""
         num_tokens, num_heads, head_size = self.q.shape
@@ -72,7 +71,6 @@ class FusedCase:
             self.q, self.k, self.v, self.positions, self.cos_sin, self.q_norm, self.k_norm, EPS, self.slot_mapping,
             self.pool[:, 0], self.pool[:, 1], self.block_table, self.row_slot, self.seq_lens, self.scale,
             self.num_rows, num_splits, out, self.counters() if counters is None else counters, pdl,
-            **({} if parts is None else {"parts": parts}),
         )  # fmt: skip
         assert torch.equal(self.q.nan_to_num(), before[0].nan_to_num()), "q was changed"
         assert torch.equal(self.k.nan_to_num(), before[1].nan_to_num()), "k was changed"

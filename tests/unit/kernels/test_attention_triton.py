@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
-from attention_case import DEVICE, AttentionCase, make_case
+from attention_case import DEVICE, Attention, AttentionCase, make_case
 
 from ostinato.kernels import reference_attention
 
@@ -14,7 +17,7 @@ if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
 
 from ostinato.kernels.triton_attention import attention, prepared_decode, prepared_ragged  # noqa: E402
 from ostinato.kernels.triton_attention_prefill import prefill_call  # noqa: E402
-from ostinato.kernels.triton_decode_fused import single_token_call  # noqa: E402
+from ostinato.kernels.triton_decode_tiles import attend_tiles_call  # noqa: E402
 from ostinato.kernels.triton_kv_write import kv_write_call  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # the interpreter's own
@@ -28,9 +31,9 @@ def assert_matches_reference(
     case: AttentionCase,
     query_len: int = 0,
     num_splits: int = 1,
-    parts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    op: Attention = attention,
 ) -> torch.Tensor:
-    out = case.run(attention, query_len, num_splits, parts=parts)
+    out = case.run(op, query_len, num_splits)
     expected = case.run(reference_attention.attention, query_len, device="cpu")
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=tolerance)
@@ -124,25 +127,48 @@ SINGLE_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("num_extra", [1, 4])
+def with_tiles(case: AttentionCase, num_programs: int) -> Attention:
+    """A ragged step as it runs on CUDA: rows of one token over tiles, the others by the ragged kernel."""
+    tiles, (counters, partials) = case.tiles(0, 32, num_programs), case.workspace(num_programs)
+
+    def op(*args: Any) -> None:
+        q, k_cache, v_cache, _, _, query_start, _, scale, query_len, num_rows, _, out = args
+        attention(*args, singles=False)
+        over = (q, k_cache, v_cache, tiles, query_start, scale, query_len, num_rows, out, counters, partials)
+        attend_tiles_call(*over, None)()
+        assert not counters.any()
+
+    return op
+
+
 @pytest.mark.parametrize(("seq_lens", "query_lens"), SINGLE_ROWS)
-def test_ragged_rows_of_one_token_are_attended_to_in_parts(
-    seq_lens: list[int], query_lens: list[int], num_extra: int
+def test_ragged_rows_of_one_token_are_left_out_if_asked(seq_lens: list[int], query_lens: list[int]) -> None:
+    """The other rows and the padding get what they get without that; what those get is not said."""
+    case = make_case(seq_lens, query_lens, num_kv_heads=2, group=3, head_size=64, num_pad_tokens=1)
+    outs = [
+        case.run(partial(op, singles=False), device=device)
+        for op, device in ((attention, DEVICE), (reference_attention.attention, "cpu"))
+    ]
+    singles = [int(case.query_start[row]) for row, count in enumerate(query_lens) if count == 1]
+    others = [token for token in range(len(case.q)) if token not in singles]
+    expected = case.expected().float()
+    assert not torch.equal(outs[0][singles], expected[singles])
+    for out in outs:
+        torch.testing.assert_close(out[others], expected[others], atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("num_programs", [1, 4])
+@pytest.mark.parametrize(("seq_lens", "query_lens"), SINGLE_ROWS)
+def test_ragged_rows_of_one_token_are_attended_to_in_tiles(
+    seq_lens: list[int], query_lens: list[int], num_programs: int
 ) -> None:
-    """Beside prompts, before, between and behind them; rows of one part and of several; one whose only query sees
+    """Beside prompts, before, between and behind them; rows of one tile and of several; one whose only query sees
     nothing; padding of one token, which is no row's. The counters are zero again, so the same call repeats."""
     case = make_case(seq_lens, query_lens, num_kv_heads=2, group=3, head_size=64, num_pad_tokens=1)
-    parts = case.parts(num_extra)
+    op = with_tiles(case, num_programs)
     for _ in range(2):
-        out = assert_matches_reference(case, parts=parts)
-        assert not out[-1].any() and not parts[0].any()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("head_size", "group"), HEADS)
-def test_ragged_rows_of_one_token_of_every_head_shape(head_size: int, group: int, dtype: torch.dtype) -> None:
-    case = make_case([137, 6, 40], [1, 5, 1], num_kv_heads=1, group=group, head_size=head_size, dtype=dtype)
-    assert_matches_reference(case, parts=case.parts(2, places=1))
+        out = assert_matches_reference(case, op=op)
+        assert not out[-1].any()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="what a launcher does that cannot be prepared; tests/gpu has the other")
@@ -160,21 +186,24 @@ def test_without_a_launcher_that_is_known_prepared_calls_run_as_they_are() -> No
     caches = k_cache.view(-1, 2, 64), v_cache.view(-1, 2, 64)
     for cache in caches:
         cache[slots[[70, 74]].long()] = float("nan")
-    counters, parts, partials = case.parts(4)
+    tiles, (counters, partials) = case.tiles(0, 32, 3), case.workspace(3)
     out = torch.full_like(case.q, float("nan"))
     rows = (case.block_table, case.row_slot, case.query_start, case.seq_lens)
-    over = (case.q, k_cache, v_cache, *rows, case.scale, 4, out)
+    over = (case.q, k_cache, v_cache, tiles, case.query_start, case.scale, 0, 4, out, counters, partials)
     calls = (
         kv_write_call(k, v, k_cache, v_cache, slots, None),
-        single_token_call(*over, counters, parts, partials, None),
-        prefill_call(*over, None, singles=False),
+        prefill_call(case.q, k_cache, v_cache, *rows, case.scale, 4, out, None, singles=False),
+        attend_tiles_call(*over, None),
     )
     assert not any(call.can_be_prepared for call in calls)
     run = prepared_ragged(*calls, case.q.device, lambda: pytest.fail("the grid is the call's own"))
     assert out.isnan().all()
     run()
-    torch.testing.assert_close(out, case.run(reference_attention.attention), atol=2e-5, rtol=2e-5)
-    assert prepared_decode(calls[1], case.q.device) is calls[1]
+    expected = case.run(reference_attention.attention)
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    out.fill_(float("nan"))
+    prepared_decode(calls[1], calls[2], device=case.q.device)()
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
 def test_a_length_beyond_the_table_reads_only_the_table() -> None:
@@ -186,7 +215,7 @@ def test_a_length_beyond_the_table_reads_only_the_table() -> None:
     case.seq_lens[:3] = torch.tensor([100, 49, 200], dtype=torch.int32)
     assert_matches_reference(case, query_len=1)
     assert_matches_reference(case)
-    assert_matches_reference(case, parts=case.parts(4))
+    assert_matches_reference(case, op=with_tiles(case, 4))
 
 
 def test_strides_come_from_the_tensors() -> None:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from ostinato.kernels import reference_tiles
 from ostinato.models.config import parse_config
-from ostinato.runner.inputs import GatherShape, StepBuffers
+from ostinato.runner.inputs import GatherShape, StepBuffers, TileShape
 
 CONFIG = parse_config(
     {
@@ -33,18 +34,43 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
         yield from tensors_in(getattr(value, name))
 
 
-@pytest.mark.parametrize("gather", [None, GatherShape(width=4, block_size=16, dtype=torch.float32)])
-def test_every_tensor_has_one_name(gather: GatherShape | None) -> None:
-    buffers = StepBuffers(
+def make_buffers(
+    gather: GatherShape | None = None, tiles: TileShape | None = None, dtype: torch.dtype = torch.float32
+) -> StepBuffers:
+    return StepBuffers(
         CONFIG,
         max_rows=3,
         max_tokens=8,
         ring_depth=2,
-        dtype=torch.float32,
+        dtype=dtype,
         device=torch.device("cpu"),
         gather=gather,
+        tiles=tiles,
     )
+
+
+@pytest.mark.parametrize("gather", [None, GatherShape(width=4, block_size=16, dtype=torch.float32)])
+@pytest.mark.parametrize("tiles", [None, TileShape(max_len=100, block_size=16, num_sms=4)])
+def test_every_tensor_has_one_name(gather: GatherShape | None, tiles: TileShape | None) -> None:
+    buffers = make_buffers(gather, tiles)
     named = dict(buffers.named())
     assert len(named) == len(list(buffers.named()))
     assert {id(tensor) for tensor in named.values()} == {id(tensor) for tensor in tensors_in(buffers)}
     assert ("work.gathered.pool" in named) == (gather is not None)
+
+
+def test_without_tiles_there_is_no_room_for_them() -> None:
+    buffers = make_buffers()
+    assert buffers.tile == buffers.tile_info.numel() == buffers.tile_cells.numel() == 0
+    assert buffers.attention_partials.numel() == 0
+
+
+@pytest.mark.parametrize("max_len", [1, 64, 65, 1000])
+def test_the_list_has_room_for_all_rows_at_full_length(max_len: int) -> None:
+    """Listed by the specification, which raises where it would write behind the end."""
+    buffers = make_buffers(tiles=TileShape(max_len, block_size=16, num_sms=4), dtype=torch.bfloat16)
+    table = torch.arange(3 * -(-max_len // 16), dtype=torch.int32).view(3, -1)
+    seq_lens, edges = torch.full((3,), max_len, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
+    outs = (buffers.tile_starts, buffers.tile_info, buffers.tile_cells)
+    reference_tiles.plan_tiles(seq_lens, edges, table, edges[:3], 1, 3, 16, buffers.tile, *outs)
+    assert buffers.tile_starts[3] == len(buffers.tile_info) == len(buffers.tile_cells)

@@ -29,7 +29,7 @@ import triton
 from torch import Tensor
 
 from ostinato.kernels import ops
-from ostinato.kernels.decode_tiles import num_partial_floats, tile_config, tile_programs, tile_size, tile_unit
+from ostinato.kernels.decode_tiles import block_cells, num_partial_floats, tile_config, tile_programs, tile_unit
 from ostinato.kernels.splits import choose_num_splits
 from ostinato.kernels.triton_decode_fused import FusedConfig, decode_attention, fused_config
 
@@ -122,14 +122,15 @@ class Problem:
         angles = torch.rand((context, head_size // 2), device=device) * 6.3
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
         self.counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=device)
-        tile = tile_size(head_size, 2)
+        tiling = tile_config(head_size, 2, 2)
+        tile = tiling.tile
         num_tiles = rows * -(-context // tile)
         self.tiles = ops.DecodeTiles(
             torch.zeros(rows + 1, dtype=torch.int32, device=device),
             torch.zeros((num_tiles, 2), dtype=torch.int32, device=device),
             torch.zeros((num_tiles, tile // tile_unit(tile, BLOCK_SIZE)), dtype=torch.int32, device=device),
             tile,
-            tile_programs(tile_config(head_size, 2, 2), num_kv_heads, num_sms),
+            tile_programs(tiling, num_kv_heads, num_sms),
         )
         size = num_partial_floats(heads[0], num_kv_heads, head_size, num_sms)
         self.partials = torch.empty(size, dtype=torch.float32, device=device)
@@ -137,7 +138,7 @@ class Problem:
     def plan(self) -> None:
         """Once a step, for all layers."""
         rows = (self.seq_lens, self.query_start, self.table, self.row_slot)
-        ops.plan_tiles(*rows, 1, self.rows, BLOCK_SIZE, self.tiles)
+        ops.plan_tiles(*rows, 1, self.rows, BLOCK_SIZE, block_cells(self.caches[0][0]), self.tiles)
 
     def layer(self, variant: Variant, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import ops
-from ostinato.kernels.decode_tiles import tile_size, tile_unit
+from ostinato.kernels.decode_tiles import block_cells, tile_config, tile_unit
 from tests.gpu.op_cases import DTYPES, AttentionCase, B, attention_case, normal
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +29,7 @@ def workspace(case: AttentionCase, num_places: int) -> tuple[Tensor, Tensor]:
 
 def tiles_of(case: AttentionCase, num_programs: int) -> ops.DecodeTiles:
     """Room for the list, not yet made."""
-    tile = tile_size(case.q.shape[2], case.q.element_size())
+    tile = tile_config(case.q.shape[2], case.q.element_size(), case.k_cache.element_size()).tile
     num_tiles = case.num_rows * -(-case.block_table.shape[1] * B // tile)
     starts = torch.zeros(case.num_rows + 1, dtype=torch.int32, device=case.q.device)
     info, cells = (starts.new_zeros(num_tiles, count) for count in (2, tile // tile_unit(tile, B)))
@@ -38,7 +38,7 @@ def tiles_of(case: AttentionCase, num_programs: int) -> ops.DecodeTiles:
 
 def plan(case: AttentionCase, tiles: ops.DecodeTiles) -> None:
     rows = (case.seq_lens, case.query_start, case.block_table, case.row_slot)
-    ops.plan_tiles(*rows, case.query_len, case.num_rows, B, tiles)
+    ops.plan_tiles(*rows, case.query_len, case.num_rows, B, block_cells(case.k_cache), tiles)
 
 
 def slots_of(case: AttentionCase) -> Tensor:

@@ -57,6 +57,12 @@ class TileConfig:
     programs_per_sm: int
     """That run at one time, by their shared memory and registers."""
 
+    @property
+    def max_registers(self) -> int | None:
+        """Of a thread, where the compiler would take more than so many programs leave."""
+        most = 64 * 1024 // (self.programs_per_sm * self.num_warps * 32)
+        return most if most < 255 else None
+
 
 def tile_config(head_size: int, element_size: int, cache_element_size: int) -> TileConfig:
     """Measured on an H200. A program has two tiles on their way, each of 32 KB or, for small heads, 16; two programs of

@@ -39,7 +39,14 @@ from ostinato.kernels.triton_decode_split import merge_parts
 from ostinato.kernels.triton_kv_format import operand
 from ostinato.kernels.triton_launch import KernelCall, starts_early
 
-__all__ = ["attend_tiles", "attend_tiles_call", "attend_tiles_kernel", "plan_tiles", "plan_tiles_kernel"]
+__all__ = [
+    "attend_tiles",
+    "attend_tiles_call",
+    "attend_tiles_kernel",
+    "merged_at_a_time",
+    "plan_tiles",
+    "plan_tiles_kernel",
+]
 
 _LOG2_E = 1.4426950408889634
 _ROWS = tl.constexpr(TILE_ROWS)
@@ -49,7 +56,7 @@ _LAST = tl.constexpr(LAST_TILE)
 _PLAN_TILES = 32
 """Tiles that a planning program lists at a time."""
 _MERGED_FLOATS = 1024
-"""Of parts merged at a time, up to four of them; a row has rarely more than two or three."""
+"""Of parts merged at a time."""
 _MIN_QUERIES = 16
 """Of a matrix product on tensor cores."""
 
@@ -105,6 +112,11 @@ def plan_tiles_kernel(
         block = tl.load(table + position // BLOCK_SIZE, mask=position < length, other=0)
         cell = block * block_cells + position % BLOCK_SIZE
         tl.store(cells + before * UNITS + unit, cell, mask=unit < count * UNITS)
+
+
+def merged_at_a_time(live_pad: int, width: int) -> int:
+    """Parts of `live_pad` heads, `width` floats each: a row has rarely more than two or three."""
+    return max(min(_MERGED_FLOATS // (live_pad * width), 4), 1)
 
 
 def plan_tiles(
@@ -374,9 +386,9 @@ def attend_tiles_call(
     pdl = query_len > 0 and starts_early(q.device)
     options = dict(
         GROUP=group, HEAD_SIZE=head_size, HEAD_PAD=width, NUM_QUERIES=max(live_pad, _MIN_QUERIES), LIVE_PAD=live_pad,
-        CHUNK=max(min(_MERGED_FLOATS // (live_pad * width), 4), 1), TILE=tiles.tile,
+        CHUNK=merged_at_a_time(live_pad, width), TILE=tiles.tile,
         UNIT=tile_unit(tiles.tile, block_size), STAGES=config.num_stages,
         SCALED=kv_scales is not None, NATIVE=q.is_cuda, RAGGED=query_len == 0, PDL=pdl, num_warps=config.num_warps,
-        launch_pdl=pdl,
+        launch_pdl=pdl, maxnreg=config.max_registers,
     )  # fmt: skip
     return KernelCall(attend_tiles_kernel, (num_kv_heads, tiles.num_programs), args, options)

@@ -60,8 +60,8 @@ class AttentionCase:
         info = torch.full((num_tiles, 2), OUT_OF_RANGE, dtype=torch.int32)
         cells = torch.full((num_tiles, tile // tile_unit(tile, BLOCK_SIZE)), OUT_OF_RANGE, dtype=torch.int32)
         reference_tiles.plan_tiles(
-            self.seq_lens, self.query_start, self.block_table, self.row_slot, query_len, num_rows, BLOCK_SIZE, tile,
-            starts, info, cells,
+            self.seq_lens, self.query_start, self.block_table, self.row_slot, query_len, num_rows, BLOCK_SIZE,
+            2 * BLOCK_SIZE, tile, starts, info, cells,
         )  # fmt: skip
         return DecodeTiles(starts.to(device), info.to(device), cells.to(device), tile, num_programs)
 

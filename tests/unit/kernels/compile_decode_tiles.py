@@ -12,14 +12,14 @@ import triton
 from compile_ops import TARGET, resources
 from triton.compiler import ASTSource
 
-from ostinato.kernels.decode_tiles import tile_config, tile_size, tile_unit
-from ostinato.kernels.triton_decode_tiles import attend_tiles_kernel, plan_tiles_kernel
+from ostinato.kernels.decode_tiles import tile_config, tile_unit
+from ostinato.kernels.triton_decode_tiles import attend_tiles_kernel, merged_at_a_time, plan_tiles_kernel
 from ostinato.kernels.triton_rope_write import rope_write_kernel
 
 MODEL_POINTERS = {"q", "k", "v", "q_weight", "k_weight", "out"}
 CACHES = {"k_cache", "v_cache"}
 FLOAT_POINTERS = {"cos_sin", "partial_acc", "partial_lse", "kv_scales"}
-SCALARS = {"num_rows", "table_width"}
+SCALARS = {"num_rows", "table_width", "block_cells"}
 BLOCK_SIZE = 16
 ELEMENT_SIZE = 2
 # Head size, query heads per key head, of a ragged step. A few corners: each takes seconds.
@@ -39,16 +39,19 @@ ROPE = [(32, 8, 64, 64, False), (16, 8, 128, 128, True), (16, 2, 96, 48, True), 
 def cases() -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """Kernel, compile-time arguments, launch options. SCALED: a cache in FP8 with scales, else in bfloat16."""
     for head_size, group, ragged in ATTENTION:
-        tile = tile_size(head_size, ELEMENT_SIZE)
         for scaled in (False, True):
             config = tile_config(head_size, ELEMENT_SIZE, 1 if scaled else ELEMENT_SIZE)
+            width, live_pad, tile = triton.next_power_of_2(head_size), triton.next_power_of_2(group), config.tile
             choices = {
-                "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": triton.next_power_of_2(head_size),
-                "BLOCK_SIZE": BLOCK_SIZE, "NUM_QUERIES": 16, "LIVE_PAD": triton.next_power_of_2(group), "CHUNK": 4,
-                "TILE": tile, "UNIT": tile_unit(tile, BLOCK_SIZE), "STAGES": config.num_stages, "SCALED": scaled,
-                "NATIVE": True, "RAGGED": ragged, "PDL": not ragged,
+                "GROUP": group, "HEAD_SIZE": head_size, "HEAD_PAD": width, "NUM_QUERIES": 16, "LIVE_PAD": live_pad,
+                "CHUNK": merged_at_a_time(live_pad, width), "TILE": tile, "UNIT": tile_unit(tile, BLOCK_SIZE),
+                "STAGES": config.num_stages, "SCALED": scaled, "NATIVE": True, "RAGGED": ragged, "PDL": not ragged,
             }  # fmt: skip
-            yield attend_tiles_kernel, choices, {"num_warps": config.num_warps, "launch_pdl": not ragged}
+            yield (
+                attend_tiles_kernel,
+                choices,
+                {"num_warps": config.num_warps, "launch_pdl": not ragged, "maxnreg": config.max_registers},
+            )
     for tile, ragged in ((64, False), (32, True)):
         choices = {"BLOCK_SIZE": BLOCK_SIZE, "TILE": tile, "UNIT": tile_unit(tile, BLOCK_SIZE), "RAGGED": ragged,
                    "ROWS": 512, "CHUNK": 32}  # fmt: skip
@@ -105,8 +108,6 @@ def main() -> None:
             "tile_buffers": [int(n) for n in re.findall(rf"local_alloc : \(\) -> !ttg.memdesc<(\d+)x{tile}", layouts)],
             "copies_ahead": ptx.count("cp.async.cg"),
             "waits": ptx.count("griddepcontrol.wait"),
-            "prefetches": ptx.count("prefetch.global.L2"),
-            "early_prefetches": before_wait(ptx).count("prefetch.global.L2"),
             "early_writes": len(re.findall(r"\b(?:st|atom|red|cp\.async)\.\S*", before_wait(ptx))),
             "early_loads": re.findall(r"tt\.load .*ptr<(\w+)>", before_wait(layouts)),
             "num_early_loads": len(re.findall(r"\bld\.global", before_wait(ptx))),

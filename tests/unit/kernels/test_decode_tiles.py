@@ -27,6 +27,7 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 # The interpreter gets bfloat16 arithmetic wrong.
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 WHERE = ["torch", "triton"]
+LAYERS = 3  # what lies between a block's cells and the next one's
 FP8 = FP8_E4M3.dtype
 SCALES = torch.tensor([[0.5, 0.03, 1.7], [2.0, 0.011, 0.4]])
 
@@ -63,7 +64,7 @@ def plan(
     slots = torch.arange(num_rows).flip(0).int()
     planner(
         lens.to(device), query_start.to(device), table.to(device), slots.to(device), int(counts is None), num_rows,
-        block_size, tile, starts, info, cells,
+        block_size, LAYERS * block_size, tile, starts, info, cells,
     )  # fmt: skip
     return starts.cpu(), info.cpu(), cells.cpu()
 
@@ -98,7 +99,8 @@ def test_the_list_has_every_position_once_and_in_order(
                 listed += runs[: word >> VALID_SHIFT & 0xFF]
                 at += 1
             blocks = table[len(rows) - 1 - row].tolist()
-            assert listed == [blocks[p // block_size] * block_size + p % block_size for p in range(seq_len)]
+            stride = LAYERS * block_size
+            assert listed == [blocks[p // block_size] * stride + p % block_size for p in range(seq_len)]
         token += count if ragged else 1
     assert starts[len(rows)] == at and starts[len(rows) + 1] == OUT_OF_RANGE
     assert info[at:].eq(OUT_OF_RANGE).all() and cells[at:].eq(OUT_OF_RANGE).all()
@@ -293,7 +295,7 @@ def test_replays_of_a_graph_agree() -> None:
     out = torch.empty_like(q)
 
     def step() -> None:
-        planner(*live, 1, len(lens), BLOCK_SIZE, 64, *tiles[:3])
+        planner(*live, 1, len(lens), BLOCK_SIZE, 2 * BLOCK_SIZE, 64, *tiles[:3])
         out.fill_(float("nan"))
         for _ in range(3):
             attender(
@@ -352,22 +354,34 @@ def test_attention_reads_under_scales(where: str, query_lens: tuple[int, ...], f
 # -- how large tiles are, and how many programs ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("element_size", [2, 4])
+@pytest.mark.parametrize(("element_size", "cache_element_size"), [(2, 2), (2, 1), (4, 4), (4, 1)])
 @pytest.mark.parametrize("head_size", [16, 64, 80, 96, 128, 256, 512])
-def test_a_tile_fits_its_entry_and_a_matrix_product(head_size: int, element_size: int) -> None:
-    tile = decode_tiles.tile_size(head_size, element_size)
-    assert 16 <= tile <= 64 and tile & (tile - 1) == 0
-    assert tile << VALID_SHIFT < FIRST_TILE
-    assert tile * head_size * element_size <= 16 * 1024 or tile == 16
+def test_a_tile_fits_its_entry_and_a_matrix_product(head_size: int, element_size: int, cache_element_size: int) -> None:
+    tile = decode_tiles.tile_config(head_size, element_size, cache_element_size).tile
+    assert 16 <= tile < FIRST_TILE >> VALID_SHIFT and tile & (tile - 1) == 0
+    assert tile * head_size * cache_element_size <= 16 * 1024 or tile == 16 or cache_element_size == 1
+    assert decode_tiles.smallest_tile(head_size, element_size) <= tile
     for block_size in (8, 16, 32, 128):
         unit = tile_unit(tile, block_size)
         assert tile % unit == 0 == block_size % unit
 
 
-def test_the_list_is_the_same_whatever_the_cache_holds() -> None:
-    """Its tile follows from the model's dtype; what the cache holds only changes how it is walked over."""
-    wide, narrow = (decode_tiles.tile_config(128, 2, size) for size in (2, 1))
-    assert narrow.num_stages > wide.num_stages and narrow.num_warps == wide.num_warps == 4
+def test_keys_and_values_have_the_same_strides() -> None:
+    case = make_case([21, 4], [1] * 2, num_kv_heads=1, group=1, head_size=64)
+    call, device = op("triton", "attend_tiles")
+    tiles, pool = case.tiles(1, 16, 2, device), case.pool.to(device)
+    with pytest.raises(ValueError, match="same strides"):
+        call(
+            case.q.to(device), pool[:, 0], pool[:, 1].contiguous(), *tiles[:3], case.query_start.to(device), 1.0, 1, 2,
+            16, 2, case.q.to(device).clone(), *case.workspace(2, device),
+        )  # fmt: skip
+
+
+def test_a_block_is_a_whole_number_of_cells() -> None:
+    pool = torch.zeros(3, 2, 4, 5, 6)
+    assert decode_tiles.block_cells(pool[:, 1]) == 8
+    with pytest.raises(ValueError, match="no multiple"):
+        decode_tiles.block_cells(pool.as_strided((3, 4, 5, 6), (100, 30, 6, 1)))
 
 
 @given(

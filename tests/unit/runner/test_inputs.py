@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ostinato.kernels import reference_tiles
+from ostinato.kernels.decode_tiles import tile_config
 from ostinato.models.config import parse_config
 from ostinato.runner.inputs import GatherShape, StepBuffers, TileShape
 
@@ -61,16 +62,22 @@ def test_every_tensor_has_one_name(gather: GatherShape | None, tiles: TileShape 
 
 def test_without_tiles_there_is_no_room_for_them() -> None:
     buffers = make_buffers()
-    assert buffers.tile == buffers.tile_info.numel() == buffers.tile_cells.numel() == 0
-    assert buffers.attention_partials.numel() == 0
+    assert buffers.tile_info.numel() == buffers.tile_cells.numel() == buffers.attention_partials.numel() == 0
+    assert buffers.decode_tiles(tile_config(64, 2, 2), 2) is None
 
 
-@pytest.mark.parametrize("max_len", [1, 64, 65, 1000])
-def test_the_list_has_room_for_all_rows_at_full_length(max_len: int) -> None:
-    """Listed by the specification, which raises where it would write behind the end."""
-    buffers = make_buffers(tiles=TileShape(max_len, block_size=16, num_sms=4), dtype=torch.bfloat16)
-    table = torch.arange(3 * -(-max_len // 16), dtype=torch.int32).view(3, -1)
+@pytest.mark.parametrize("cache_element_size", [1, 2])
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("max_len", [1, 64, 65, 130, 1000])
+def test_the_list_has_room_for_all_rows_at_full_length(max_len: int, block_size: int, cache_element_size: int) -> None:
+    """Whatever the cache's format. Listed by the specification, which raises where it would write behind the end."""
+    buffers = make_buffers(tiles=TileShape(max_len, block_size, num_sms=4), dtype=torch.bfloat16)
+    config = tile_config(CONFIG.head_dim, 2, cache_element_size)
+    tiles = buffers.decode_tiles(config, CONFIG.num_kv_heads)
+    assert tiles is not None and tiles.tile == config.tile
+    assert tiles.num_programs == config.programs_per_sm * 4 // 2
+    table = torch.arange(3 * -(-max_len // block_size), dtype=torch.int32).view(3, -1)
     seq_lens, edges = torch.full((3,), max_len, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
-    outs = (buffers.tile_starts, buffers.tile_info, buffers.tile_cells)
-    reference_tiles.plan_tiles(seq_lens, edges, table, edges[:3], 1, 3, 16, buffers.tile, *outs)
-    assert buffers.tile_starts[3] == len(buffers.tile_info) == len(buffers.tile_cells)
+    rows = (seq_lens, edges, table, edges[:3], 1, 3, block_size, block_size, config.tile)
+    reference_tiles.plan_tiles(*rows, tiles.starts, tiles.info, tiles.cells)
+    assert tiles.starts[3] == 3 * -(-max_len // config.tile)

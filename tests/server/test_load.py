@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -56,49 +58,90 @@ async def stream_text(client: openai.AsyncOpenAI, body: dict[str, Any], leave_af
     return text
 
 
+@dataclass(frozen=True)
+class Crowd:
+    """Requests sent at once, some of which are left: a third in the middle, a tenth before they have begun."""
+
+    bodies: list[dict[str, Any]]
+    expected: list[str]
+    leaving: dict[int, int]  # after so many chunks
+    impatient: set[int]
+
+    async def drive(self, url: str, generator: random.Random) -> list[str | BaseException]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{url}/v1",
+            api_key="x",
+            max_retries=0,
+            timeout=LONGEST_S,
+            http_client=httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=LONGEST_S),
+        ) as client:
+
+            async def one(index: int) -> str:
+                await asyncio.sleep(generator.random() * 0.3)
+                call = stream_text(client, self.bodies[index], self.leaving.get(index))
+                if index in self.impatient:
+                    return await asyncio.wait_for(call, 0.05)
+                return await call
+
+            return await asyncio.gather(*map(one, range(len(self.bodies))), return_exceptions=True)
+
+    def assert_right(self, texts: list[str | BaseException]) -> None:
+        """Of those who stayed all, of those who left the beginning: what an offline run says."""
+        for index, text in enumerate(texts):
+            if index in self.impatient:
+                assert isinstance(text, TimeoutError) or text == self.expected[index]
+            elif index in self.leaving:
+                assert isinstance(text, str)
+                assert self.expected[index].startswith(text)
+            else:
+                assert text == self.expected[index], index
+
+    @property
+    def num_patient(self) -> int:
+        return len(self.bodies) - len(self.leaving) - len(self.impatient)
+
+
+def crowd(offline: LLM, count: int, seed: int) -> Crowd:
+    bodies, generator = requests(count, seed), random.Random(seed + 1)
+    leaving = {index: generator.randrange(1, 5) for index in range(0, count, 3)}
+    return Crowd(bodies, offline_texts(offline, bodies), leaving, set(range(1, count, 10)))
+
+
 def test_streams_with_random_disconnects(model: TinyModel, offline: LLM) -> None:
-    """A third leaves in the middle, some before the first token. The others' texts are those of offline runs."""
-    bodies = requests(NUM_STREAMS, seed=1)
-    expected = offline_texts(offline, bodies)
-    generator = random.Random(2)
-    leaving = {index: generator.randrange(1, 5) for index in range(0, NUM_STREAMS, 3)}
-    impatient = set(range(1, NUM_STREAMS, 10))
+    many = crowd(offline, NUM_STREAMS, seed=1)
     # fewer blocks than the rows would like, so that requests are preempted too
     with running(lambda: open_llm(model, num_gpu_blocks_override=24)) as server:
         num_tasks = server.num_tasks()
-
-        async def drive() -> list[str | BaseException]:
-            async with openai.AsyncOpenAI(
-                base_url=f"{server.url}/v1", api_key="x", max_retries=0, timeout=LONGEST_S
-            ) as client:
-
-                async def one(index: int) -> str:
-                    await asyncio.sleep(generator.random() * 0.3)
-                    call = stream_text(client, bodies[index], leaving.get(index))
-                    if index in impatient:
-                        return await asyncio.wait_for(call, 0.05)
-                    return await call
-
-                return await asyncio.gather(*map(one, range(NUM_STREAMS)), return_exceptions=True)
-
         with server.slow_steps(0.005):  # nobody's answer is whole before he leaves
-            texts = asyncio.run(drive())
+            texts = asyncio.run(many.drive(server.url, random.Random(2)))
         server.wait_idle()
         samples = Samples.parse(server.get("/metrics").text)
         server.assert_nothing_leaked(num_tasks)
-    for index, text in enumerate(texts):
-        if index in impatient:
-            assert isinstance(text, TimeoutError) or text == expected[index]
-        elif index in leaving:
-            assert isinstance(text, str)
-            assert expected[index].startswith(text)
-        else:
-            assert text == expected[index], index
+    many.assert_right(texts)
     ended = samples.by_label("request_success_total", "finished_reason")
     assert sum(ended.values()) <= NUM_STREAMS
-    assert ended["length"] >= NUM_STREAMS - len(leaving) - len(impatient)
+    assert ended["length"] >= many.num_patient
     assert ended["abort"] > 0
     assert ended["error"] == 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_two_hundred_streams_for_five_minutes(model: TinyModel, offline: LLM) -> None:
+    """Crowd after crowd until the time is over: nobody notices who left, and nothing is left behind."""
+    crowds = [crowd(offline, 200, seed) for seed in range(10, 14)]
+    generator, rounds = random.Random(3), 0
+    with running(lambda: open_llm(model, num_gpu_blocks_override=24)) as server:
+        num_tasks, began = server.num_tasks(), time.monotonic()
+        while time.monotonic() - began < 300:
+            many = crowds[rounds % len(crowds)]
+            many.assert_right(asyncio.run(many.drive(server.url, generator)))
+            rounds += 1
+            server.wait_idle()
+            server.assert_nothing_leaked(num_tasks)
+        ended = Samples.parse(server.get("/metrics").text).by_label("request_success_total", "finished_reason")
+    print(f"{rounds} crowds of 200 in {time.monotonic() - began:.0f} s: {ended}")
+    assert ended["length"] >= rounds * many.num_patient and ended["abort"] > 0 and ended["error"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])

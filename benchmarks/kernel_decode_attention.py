@@ -131,6 +131,7 @@ class Problem:
             torch.zeros((num_tiles, tile // tile_unit(tile, BLOCK_SIZE)), dtype=torch.int32, device=device),
             tile,
             tile_programs(tiling, num_kv_heads, num_sms),
+            block_cells(self.caches[0][0]),
         )
         size = num_partial_floats(heads[0], num_kv_heads, head_size, num_sms)
         self.partials = torch.empty(size, dtype=torch.float32, device=device)
@@ -138,7 +139,7 @@ class Problem:
     def plan(self) -> None:
         """Once a step, for all layers."""
         rows = (self.seq_lens, self.query_start, self.table, self.row_slot)
-        ops.plan_tiles(*rows, 1, self.rows, BLOCK_SIZE, block_cells(self.caches[0][0]), self.tiles)
+        ops.plan_tiles(*rows, 1, self.rows, BLOCK_SIZE, self.tiles)
 
     def layer(self, variant: Variant, qkv: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
         q, k, v = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)

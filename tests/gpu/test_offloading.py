@@ -29,11 +29,14 @@ class Gate:
 
     def __init__(self) -> None:
         self._flag = torch.zeros(1, dtype=torch.int32).pin_memory()
-        self._timer = threading.Timer(LONGEST_S, self.open)
-        self._timer.start()
+        self._timer: threading.Timer | None = None
 
     def hold_current_stream(self) -> None:
         from cuda.bindings import driver
+
+        if self._timer is None:  # from now on: an engine's start may take longer than the whole wait may
+            self._timer = threading.Timer(LONGEST_S, self.open)
+            self._timer.start()
 
         at_least = driver.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ
         stream = torch.cuda.current_stream().cuda_stream
@@ -41,7 +44,8 @@ class Gate:
         assert error == driver.CUresult.CUDA_SUCCESS, error
 
     def open(self) -> None:
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._flag.fill_(1)
 
 

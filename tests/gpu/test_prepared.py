@@ -33,12 +33,18 @@ def tiles_of(case: AttentionCase, num_programs: int) -> ops.DecodeTiles:
     num_tiles = case.num_rows * -(-case.block_table.shape[1] * B // tile)
     starts = torch.zeros(case.num_rows + 1, dtype=torch.int32, device=case.q.device)
     info, cells = (starts.new_zeros(num_tiles, count) for count in (2, tile // tile_unit(tile, B)))
-    return ops.DecodeTiles(starts, info, cells, tile, num_programs)
+    return ops.DecodeTiles(starts, info, cells, tile, num_programs, block_cells(case.k_cache))
+
+
+def own_caches(case: AttentionCase) -> tuple[Tensor, Tensor]:
+    """Copies of the same strides, which the list of tiles is for."""
+    copy = case.on(case.q.device)
+    return copy.k_cache, copy.v_cache
 
 
 def plan(case: AttentionCase, tiles: ops.DecodeTiles) -> None:
     rows = (case.seq_lens, case.query_start, case.block_table, case.row_slot)
-    ops.plan_tiles(*rows, case.query_len, case.num_rows, B, block_cells(case.k_cache), tiles)
+    ops.plan_tiles(*rows, case.query_len, case.num_rows, B, tiles)
 
 
 def slots_of(case: AttentionCase) -> Tensor:
@@ -85,7 +91,7 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_programs: int) -> 
             case.seq_lens[2] -= 1  # a row that has become shorter, without its newest token
         plan(case, tiles)
         expected = torch.full_like(out, float("nan"))
-        caches = case.k_cache.clone(), case.v_cache.clone()
+        caches = own_caches(case)
         ops.kv_write(k, v, *caches, slots)
         ops.attention(case.q, *caches, *rows, case.scale, 0, case.num_rows, 1, expected, None, False)
         ops.attend_tiles(case.q, *caches, *over, expected, counters, partials)
@@ -112,7 +118,7 @@ def test_decode_on_the_stream_that_is_current(device: torch.device, num_splits: 
     counters, partials = workspace(case, 3 * num_splits + 4)
     before = (positions, cos_sin, *norms, 1e-5, slots_of(case))
     expected, out = torch.full_like(case.q, float("nan")), torch.full_like(case.q, float("nan"))
-    own, caches = (case.k_cache, case.v_cache), (case.k_cache.clone(), case.v_cache.clone())
+    own, caches = (case.k_cache, case.v_cache), own_caches(case)
     if tiled:
         tiles, query = tiles_of(case, 3), case.q.clone()
         plan(case, tiles)

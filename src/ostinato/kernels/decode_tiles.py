@@ -17,6 +17,7 @@ __all__ = [
     "TileConfig",
     "block_cells",
     "num_partial_floats",
+    "require_cells",
     "smallest_tile",
     "tile_config",
     "tile_programs",
@@ -43,6 +44,7 @@ class DecodeTiles(NamedTuple):
     cells: Tensor  # [N, U]: the cache's cells where the tile's runs of neighbours begin
     tile: int  # positions
     num_programs: int  # of each kv head
+    block_cells: int  # of the cache that it is for, see `block_cells`
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ def tile_config(head_size: int, element_size: int, cache_element_size: int) -> T
     a multiprocessor, or four, then keep its share of the memory busy, and leave places for a successor. A cache of one
     byte an element has to be converted, for which it takes longer tiles."""
     width = _next_power_of_2(head_size)
-    if element_size > 1 == cache_element_size:
+    if element_size == 2 and cache_element_size == 1:
         return TileConfig(128 if width <= 128 else 64, 5, 4, 2 if width <= 128 else 1)
     tile = min(max(16 * 1024 // (width * element_size), 16), 64)
     return TileConfig(tile, 5, 4, 4 if width * element_size <= 128 else 2)
@@ -86,6 +88,12 @@ def block_cells(cache: Tensor) -> int:
     if rest:
         raise ValueError(f"a block's stride of {cache.stride(0)} is no multiple of a cell's, {cache.stride(1)}")
     return cells
+
+
+def require_cells(tiles: DecodeTiles, cache: Tensor) -> None:
+    """Raises ValueError where the list's cells are not those of this cache."""
+    if tiles.block_cells != (found := block_cells(cache)):
+        raise ValueError(f"the list of tiles is for blocks of {tiles.block_cells} cells, the cache has {found}")
 
 
 def tile_programs(config: TileConfig, num_kv_heads: int, num_sms: int) -> int:

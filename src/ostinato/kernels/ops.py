@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.kernels.decode_tiles import DecodeTiles
+from ostinato.kernels.decode_tiles import DecodeTiles, require_cells
 from ostinato.kernels.op_library import Op, no_output, register
 from ostinato.kernels.ops_projections import (
     add_parts,
@@ -373,7 +373,6 @@ def plan_tiles(
     query_len: int,
     num_rows: int,
     block_size: int,
-    block_cells: int,
     tiles: DecodeTiles,
 ) -> None:
     """Lists the tiles of the rows of one token, each row's behind the ones of the row before.
@@ -381,8 +380,7 @@ def plan_tiles(
     `seq_lens [>=num_rows]`, `query_start [>=num_rows + 1]`, `block_table [S, W]`, `row_slot [>=num_rows]`; of `tiles!`
     `starts [>=num_rows + 1]`, `info [N, 2]`, `cells [N, U]`, with room for all tiles of all rows at full length. With
     `query_len` 0 rows of other than one token have no tile; with 1 each row has at least one, even without positions.
-    What lies behind the last tile stays. `block_cells`: from a cell of the cache to the same one of the next block, in
-    cells, which is more than `block_size` where other layers lie between them.
+    What lies behind the last tile stays.
     """
     _plan_tiles(
         seq_lens,
@@ -392,7 +390,7 @@ def plan_tiles(
         query_len,
         num_rows,
         block_size,
-        block_cells,
+        tiles.block_cells,
         tiles.tile,
         tiles.starts,
         tiles.info,
@@ -414,13 +412,15 @@ def attend_tiles(
     partials: Tensor,
     kv_scales: Tensor | None = None,
 ) -> None:
-    """`attention` of the rows that `plan_tiles` listed; tokens of no such row stay as they are.
+    """`attention` of the rows that `plan_tiles` listed; tokens of no such row stay as they are. Raises ValueError for a
+    list that is for a cache of other strides.
 
     `q [T, H, D]`, `k_cache [N, B, G, D]` and `v_cache [N, B, G, D]` of the same strides, `query_start
     [>=num_rows + 1]`, `query_len` and `num_rows` as for `plan_tiles`, `out! [T, H, D]`, `counters! [>=num_rows * G]`
     int32, zero before the first call and after each, `partials!` float32 `[>=2 * num_programs * H * (D + 1)]`:
     workspace. Calls of one stream may share both.
     """
+    require_cells(tiles, k_cache)
     _attend_tiles(
         q,
         k_cache,

@@ -31,6 +31,8 @@ from ostinato.kernels.decode_tiles import (
     VALID_SHIFT,
     DecodeTiles,
     TileConfig,
+    block_cells,
+    require_cells,
     tile_config,
     tile_unit,
 )
@@ -142,7 +144,7 @@ def plan_tiles(
         block_table.stride(0),
         block_cells,
         BLOCK_SIZE=block_size, TILE=tile, UNIT=tile_unit(tile, block_size),
-        RAGGED=query_len == 0, ROWS=triton.next_power_of_2(num_rows), CHUNK=_PLAN_TILES, num_warps=4,
+        RAGGED=query_len == 0, ROWS=triton.next_power_of_2(max(starts.shape[0] - 1, 1)), CHUNK=_PLAN_TILES, num_warps=4,
     )  # fmt: skip
 
 
@@ -194,7 +196,7 @@ def _exp2(x, NATIVE: tl.constexpr):
         return tl.exp2(x)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def attend_tiles_kernel(
     q,
     k_cache,
@@ -277,7 +279,10 @@ def attend_tiles_kernel(
         if SCALED and NATIVE:
             # What the compiler cannot see through it cannot move. Converted in the layout of the product, each value
             # would come from shared memory by itself, a byte at a time.
-            values = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=2)
+            pack: tl.constexpr = 32 // values.dtype.primitive_bitwidth
+            values = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [values], values.dtype, is_pure=False, pack=pack
+            )  # fmt: skip
         queries = tl.load(q_heads + token * q_stride_token, mask=stored, other=0.0)
         scores = tl.dot(operand(queries, q.dtype.element_ty, SCALED), tl.trans(keys), input_precision="ieee")
         scores = tl.where(exists[None, :], scores, float("-inf"))
@@ -349,8 +354,8 @@ def attend_tiles(
     """See `ops.attend_tiles`."""
     if num_rows > 0:
         attend_tiles_call(
-            q, k_cache, v_cache, DecodeTiles(starts, info, cells, tile, num_programs), query_start, scale, query_len,
-            num_rows, out, counters, partials, kv_scales,
+            q, k_cache, v_cache, DecodeTiles(starts, info, cells, tile, num_programs, block_cells(k_cache)),
+            query_start, scale, query_len, num_rows, out, counters, partials, kv_scales,
         )()  # fmt: skip
 
 
@@ -376,6 +381,7 @@ def attend_tiles_call(
     group = num_heads // num_kv_heads
     live_pad, width = triton.next_power_of_2(group), triton.next_power_of_2(head_size)
     config = config or tile_config(head_size, q.element_size(), k_cache.element_size())
+    require_cells(tiles, k_cache)
     if k_cache.stride() != v_cache.stride():
         raise ValueError(f"keys and values need the same strides, got {k_cache.stride()} and {v_cache.stride()}")
     num_acc = 2 * tiles.num_programs * num_heads * head_size

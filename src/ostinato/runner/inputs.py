@@ -138,14 +138,15 @@ class StepBuffers:
             for name in ("pool", "block_table", "row_slot"):
                 yield f"work.gathered.{name}", getattr(gathered, name)
 
-    def decode_tiles(self, config: TileConfig, num_kv_heads: int) -> DecodeTiles | None:
+    def decode_tiles(self, config: TileConfig, num_kv_heads: int, block_cells: int) -> DecodeTiles | None:
         """The list, cut as `config` says; None where no rows are attended to tile by tile."""
         if (shape := self._tiles) is None:
             return None
         units = config.tile // tile_unit(config.tile, shape.block_size)
         cells = self.tile_cells[: self.tile_cells.numel() // units * units].view(-1, units)
         num_programs = tile_programs(config, num_kv_heads, shape.num_sms)
-        return DecodeTiles(self.tile_starts, self.tile_info.view(-1, 2), cells, config.tile, num_programs)
+        info = self.tile_info.view(-1, 2)
+        return DecodeTiles(self.tile_starts, info, cells, config.tile, num_programs, block_cells)
 
     @property
     def gather_bytes(self) -> int:

@@ -422,7 +422,7 @@ class Runner:
         )
         attention = self._attention_args(key)
         if attention.tiles is not None:
-            gathered, cache = buffers.work.gathered, self.storage.layers[0].keys
+            gathered = buffers.work.gathered
             ops.plan_tiles(
                 buffers.seq_lens,
                 state["query_start"],
@@ -430,7 +430,6 @@ class Runner:
                 query_len,
                 key.num_rows,
                 self._block_size,
-                block_cells(cache if gathered is None else gathered.keys),
                 attention.tiles,
             )
         if self._connector is not None:
@@ -534,7 +533,9 @@ class Runner:
             if key.query_len > 1 or not fill or buffers.work.gathered is not None:
                 return None
         sizes = buffers.work.qkv.element_size(), self.storage.pool.element_size()
-        return buffers.decode_tiles(tile_config(config.head_dim, *sizes), config.num_kv_heads)
+        gathered = buffers.work.gathered
+        cache = self.storage.layers[0].keys if gathered is None else gathered.keys
+        return buffers.decode_tiles(tile_config(config.head_dim, *sizes), config.num_kv_heads, block_cells(cache))
 
     # -- the host's differences --------------------------------------------------------------------------------------
 

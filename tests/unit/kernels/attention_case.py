@@ -63,7 +63,7 @@ class AttentionCase:
             self.seq_lens, self.query_start, self.block_table, self.row_slot, query_len, num_rows, BLOCK_SIZE,
             2 * BLOCK_SIZE, tile, starts, info, cells,
         )  # fmt: skip
-        return DecodeTiles(starts.to(device), info.to(device), cells.to(device), tile, num_programs)
+        return DecodeTiles(starts.to(device), info.to(device), cells.to(device), tile, num_programs, 2 * BLOCK_SIZE)
 
     def workspace(self, num_programs: int, device: str = DEVICE) -> tuple[Tensor, Tensor]:
         """Counters, and places of partial results that are NaN beforehand."""

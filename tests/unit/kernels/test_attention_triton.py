@@ -174,7 +174,8 @@ def test_ragged_rows_of_one_token_are_attended_to_in_tiles(
 @pytest.mark.skipif(DEVICE == "cuda", reason="what a launcher does that cannot be prepared; tests/gpu has the other")
 def test_without_a_launcher_that_is_known_prepared_calls_run_as_they_are() -> None:
     case = make_case([70, 300, 5, 9], [70, 1, 3, 1], num_kv_heads=2, group=3, head_size=64, num_pad_tokens=1)
-    k_cache, v_cache = case.pool[:, 0].clone(), case.pool[:, 1].clone()
+    pool = case.pool.clone()
+    k_cache, v_cache = pool[:, 0], pool[:, 1]
     slots = torch.full((case.q.shape[0],), -1, dtype=torch.int32)
     for token, row in ((70, 1), (74, 3)):
         position = case.seq_lens[row] - 1
@@ -183,9 +184,9 @@ def test_without_a_launcher_that_is_known_prepared_calls_run_as_they_are() -> No
     k, v = k_cache.new_zeros(2, case.q.shape[0], 2, 64)
     for token, row in ((70, 1), (74, 3)):
         k[token], v[token] = case.keys[row][-1], case.values[row][-1]
-    caches = k_cache.view(-1, 2, 64), v_cache.view(-1, 2, 64)
-    for cache in caches:
-        cache[slots[[70, 74]].long()] = float("nan")
+    written = slots[[70, 74]].long()
+    for cache in (k_cache, v_cache):
+        cache[written // 16, written % 16] = float("nan")
     tiles, (counters, partials) = case.tiles(0, 32, 3), case.workspace(3)
     out = torch.full_like(case.q, float("nan"))
     rows = (case.block_table, case.row_slot, case.query_start, case.seq_lens)

@@ -39,7 +39,18 @@ def example(name: str) -> tuple[Any, ...]:
         return (*rows, ints(5, 6, 8, -1), 0, 4, tokens, *state[::-1], counts, ints(3), ring)
     if name == "plan_tiles":
         outs = (filled(-9, 5), filled(-9, 9, 2), filled(-9, 9, 2))
-        return (ints(11, 0, 9, 1), ints(0, 1, 2, 3, 6), filled(1, 3, 3), ints(0, 2, 1, 0), 0, 4, BLOCK_SIZE, 8, *outs)
+        return (
+            ints(11, 0, 9, 1),
+            ints(0, 1, 2, 3, 6),
+            filled(1, 3, 3),
+            ints(0, 2, 1, 0),
+            0,
+            4,
+            BLOCK_SIZE,
+            BLOCK_SIZE,
+            8,
+            *outs,
+        )
     if name in ("attend_tiles", "rope_write"):
         caches = (torch.randn(5, BLOCK_SIZE, 2, 8), torch.randn(5, BLOCK_SIZE, 2, 8))
         if name == "rope_write":

@@ -63,7 +63,7 @@ def test_every_tensor_has_one_name(gather: GatherShape | None, tiles: TileShape 
 def test_without_tiles_there_is_no_room_for_them() -> None:
     buffers = make_buffers()
     assert buffers.tile_info.numel() == buffers.tile_cells.numel() == buffers.attention_partials.numel() == 0
-    assert buffers.decode_tiles(tile_config(64, 2, 2), 2) is None
+    assert buffers.decode_tiles(tile_config(64, 2, 2), 2, 16) is None
 
 
 @pytest.mark.parametrize("cache_element_size", [1, 2])
@@ -73,7 +73,7 @@ def test_the_list_has_room_for_all_rows_at_full_length(max_len: int, block_size:
     """Whatever the cache's format. Listed by the specification, which raises where it would write behind the end."""
     buffers = make_buffers(tiles=TileShape(max_len, block_size, num_sms=4), dtype=torch.bfloat16)
     config = tile_config(CONFIG.head_dim, 2, cache_element_size)
-    tiles = buffers.decode_tiles(config, CONFIG.num_kv_heads)
+    tiles = buffers.decode_tiles(config, CONFIG.num_kv_heads, block_size)
     assert tiles is not None and tiles.tile == config.tile
     assert tiles.num_programs == config.programs_per_sm * 4 // 2
     table = torch.arange(3 * -(-max_len // block_size), dtype=torch.int32).view(3, -1)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncKVConnectorScheduler",
     "ConnectorStats",
+    "ContentsKVConnectorScheduler",
     "KVConnector",
     "KVConnectorScheduler",
     "KVConnectorWorker",
@@ -153,6 +154,15 @@ class AsyncKVConnectorScheduler(KVConnectorScheduler, Protocol):
     def get_finished_recving(self) -> Sequence[LoadedKV]:
         """Those that have ended since the last call, as far as `update_connector_output` has heard. Steps launched from
         now on find what was loaded."""
+
+
+@runtime_checkable
+class ContentsKVConnectorScheduler(KVConnectorScheduler, Protocol):
+    """One whose blocks outlive the weights that they were computed with, or go to other engines."""
+
+    def set_contents(self, name: str) -> None:
+        """What KV is of from now on, after `forget_contents`: as `ConnectorContext.model`, equal names for equal
+        weights only. Nothing that was saved under another name may be found."""
 
 
 class KVConnectorWorker(Protocol):

@@ -8,7 +8,7 @@ from collections import deque
 
 from ostinato.connectors.protocol import KVConnector
 from ostinato.engine.output import Delta, OutputState
-from ostinato.errors import CapacityError, ConfigError, UnavailableError
+from ostinato.errors import CapacityError, ConfigError, EngineDeadError, UnavailableError
 from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams, TokenGrammar
 from ostinato.runner.runner import InFlight, Runner
 from ostinato.sampling.grammar import GrammarCompiler
@@ -54,6 +54,9 @@ class Engine:
         self._settled: list[Delta] = []  # of steps that `settle` collected, for the next `step` to return
         self._missing: dict[str, str] = {}  # what a step would need and is not there: why
         self._record_again_at = 0.0
+        self.failure: EngineDeadError | None = None
+        """After a fault, for good: a step that was launched could not be collected, so what the device holds is not
+        known. Every request has ended with it, and no step runs any more."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -114,8 +117,10 @@ class Engine:
     def step(self) -> list[Delta]:
         """Launches what may be launched, then collects the oldest step. Empty when that step gave nobody a token.
 
-        Raises UnavailableError while the engine sleeps.
+        Raises UnavailableError while the engine sleeps, and EngineDeadError after a fault. A step that cannot be
+        collected is one: what it raised is raised, once.
         """
+        self._require_alive()
         if self._settled:
             return self._take_settled()
         if self.scheduler.has_unfinished:
@@ -177,7 +182,12 @@ class Engine:
     def set_there(self, name: str) -> None:
         self._missing.pop(name, None)
 
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineDeadError(str(self.failure)) from self.failure.__cause__
+
     def _require_all(self) -> None:
+        self._require_alive()
         if self._missing:
             raise UnavailableError("; ".join(f"no {name}: {why}" for name, why in self._missing.items()))
 
@@ -233,16 +243,37 @@ class Engine:
         return deltas
 
     def _collect(self) -> list[Delta]:
-        oldest = self._in_flight.popleft()
-        result = self.runner.collect(oldest)
-        self.poll_connector()
+        oldest = self._in_flight[0]  # until it is collected: after Ctrl-C it can be, again
+        try:
+            result = self.runner.collect(oldest)
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._in_flight.popleft()
+        try:
+            self.poll_connector()
+            events = self.scheduler.update(oldest.plan, result)
+        except Exception as error:
+            self._fail(error, oldest.plan)
+            raise
         for request_id, rows in (result.prompt_logprobs or {}).items():
             if (output := self._outputs.get(request_id)) is not None:
                 output.add_prompt_logprobs(rows)
-        deltas = [delta for event in self.scheduler.update(oldest.plan, result) if (delta := self._delta(event))]
+        deltas = [delta for event in events if (delta := self._delta(event))]
         if not self.scheduler.has_unfinished and not self._in_flight:
             self._transfer_without_a_step()
         return deltas
+
+    def _fail(self, error: Exception, *plans: StepPlan) -> None:
+        """Ends every request. `plans` are of steps that are not among those in flight here."""
+        message = f"the engine has failed: {type(error).__name__}: {error}"
+        self.failure = EngineDeadError(message)
+        self.failure.__cause__ = error
+        plans = (*plans, *(step.plan for step in self._in_flight))
+        self._in_flight.clear()
+        self._settled.clear()
+        self._outputs.clear()
+        self.scheduler.fail_all(plans, message)
 
     def _launch(self, plan: StepPlan) -> InFlight:
         """A step that cannot be launched fails its requests; the others go on once the caller has heard of it."""

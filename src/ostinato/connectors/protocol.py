@@ -204,10 +204,11 @@ class KVConnectorWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVConnector:
-    """Both sides of one connector."""
+    """Both sides of one connector. `name` is that of `kv_connector`, for errors."""
 
     scheduler: KVConnectorScheduler
     worker: KVConnectorWorker
+    name: str = "the KV connector"
 
     def close(self) -> None:
         self.worker.close()

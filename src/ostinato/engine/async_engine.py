@@ -253,13 +253,14 @@ class AsyncEngine:
                 member = members.get(delta.request_id)
                 if member is None:  # aborted since
                     continue
-                if member.last_token_s is None:
-                    stats.num_prompt_tokens += member.num_prompt_tokens
-                    stats.ttft_s.observe(at_s - member.arrived_at_s)
-                else:
-                    gap = at_s - member.last_token_s
-                    gaps[gap] = gaps.get(gap, 0) + 1
-                member.last_token_s = at_s
+                if delta.token_ids:  # none in what ends an answer that the engine gave up
+                    if member.last_token_s is None:
+                        stats.num_prompt_tokens += member.num_prompt_tokens
+                        stats.ttft_s.observe(at_s - member.arrived_at_s)
+                    else:
+                        gap = at_s - member.last_token_s
+                        gaps[gap] = gaps.get(gap, 0) + 1
+                    member.last_token_s = at_s
                 if delta.finished:
                     del members[delta.request_id]
                     stats.finished[delta.finish_reason or "stop"] += 1

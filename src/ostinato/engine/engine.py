@@ -8,7 +8,7 @@ from collections import deque
 
 from ostinato.connectors.protocol import KVConnector
 from ostinato.engine.output import Delta, OutputState
-from ostinato.errors import CapacityError, ConfigError, EngineDeadError, UnavailableError
+from ostinato.errors import CapacityError, ConfigError, ConnectorError, EngineDeadError, UnavailableError
 from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams, TokenGrammar
 from ostinato.runner.runner import InFlight, Runner
 from ostinato.sampling.grammar import GrammarCompiler
@@ -24,6 +24,10 @@ CONNECTOR_WAIT_S = 0.01
 
 LOAD_POLL_S = 0.0005
 """Between two looks at asynchronous loads when there is no step to wait for."""
+
+ASYNC_LOAD_TIMEOUT_S = 300.0
+"""How long an asynchronous load may go unreported: longer than the KV of a long prompt takes over a slow network
+(16 GiB at 1 Gbit/s: 140 s), and not for ever."""
 
 RECORDING_SHARE = 0.05
 """Of the time while requests run, what may go into recording keys that were put off."""
@@ -127,6 +131,8 @@ class Engine:
             self._require_all()
         if self.runner.num_pending:
             self._record_under_load()
+        if self.scheduler.is_loading:
+            self._fail_overdue()
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.plan()
             if plan is None:
@@ -137,6 +143,7 @@ class Engine:
         if not self._in_flight:
             if self.scheduler.is_loading:
                 self._wait_for_loads()
+                self._fail_if_stuck()
             elif self._connector is not None and self.scheduler.num_deferred:
                 self._connector.scheduler.wait_for_change(CONNECTOR_WAIT_S)
                 self.poll_connector()
@@ -149,12 +156,18 @@ class Engine:
 
     def settle(self) -> None:
         """Collects every launched step and waits for every asynchronous load, so that nothing is in flight. The next
-        `step` returns what the steps gave."""
+        `step` returns what the steps gave.
+
+        Raises ConnectorError for a load that has not been reported for ASYNC_LOAD_TIMEOUT_S, and so may still write:
+        what comes next may not.
+        """
         while self._in_flight:
             self._settled += self._collect()
         self._transfer_without_a_step()  # what comes next may take the blocks, or the memory behind them
         while self.scheduler.is_loading:
             self._wait_for_loads()
+            if overdue := self._overdue():
+                raise ConnectorError(self._unreported(overdue[0]))
             self._transfer_without_a_step()  # what was loaded may have to be saved elsewhere
 
     def idle(self) -> bool:
@@ -196,7 +209,12 @@ class Engine:
     def _record_under_load(self) -> None:
         """Where requests run, only if none waits, and for a small share of the time."""
         now = time.perf_counter()
-        if self.scheduler.num_waiting == 0 and now >= self._record_again_at and self.runner.has_due:
+        if (
+            self.scheduler.num_waiting == 0
+            and not self.scheduler.is_loading
+            and now >= self._record_again_at
+            and self.runner.has_due
+        ):
             self.settle()
             self._record_next()
             done = time.perf_counter()
@@ -226,6 +244,39 @@ class Engine:
         """For a moment: new requests and whoever wants to stop must not wait for a load's end."""
         time.sleep(LOAD_POLL_S)
         self.poll_connector()
+
+    def _overdue(self) -> list[Request]:
+        return self.scheduler.loading_since(time.monotonic() - ASYNC_LOAD_TIMEOUT_S)
+
+    def _unreported(self, request: Request) -> str:
+        name = "the KV connector" if self._connector is None else self._connector.name
+        return (
+            f"{name} has not reported the end of its load for request {request.request_id!r} within "
+            f"{ASYNC_LOAD_TIMEOUT_S:g} s; the blocks that it may still write into stay taken"
+        )
+
+    def _fail_overdue(self) -> None:
+        """Ends requests whose loads the connector does not report. Their blocks are nobody else's until it does."""
+        for request in self._overdue():
+            if not request.finished:
+                self._fail_alone(request, self._unreported(request))
+
+    def _fail_if_stuck(self) -> None:
+        """Ends what waits for blocks that only such loads have, since nothing else will ever free any."""
+        overdue, scheduler = self._overdue(), self.scheduler
+        if overdue and not (scheduler.num_running or scheduler.num_loading or scheduler.num_deferred):
+            for request in scheduler.unfinished():
+                self._fail_alone(request, f"there are not enough KV blocks: {self._unreported(overdue[0])}")
+
+    def _fail_alone(self, request: Request, message: str) -> None:
+        logger.error("request %r: %s", request.request_id, message)
+        self.scheduler.fail(request.request_id, message)
+        output = self._outputs.pop(request.request_id, None)
+        if output is not None:
+            delta = Delta(request.request_id, (), output.finish(), True, FinishReason.ERROR.value, message, ())
+            self._settled.append(delta)
+            if output.pending is not None:
+                output.pending.append(delta)
 
     def _transfer_without_a_step(self) -> None:
         """What the connector wants to save or to load asynchronously goes with the next step; where none may come, at

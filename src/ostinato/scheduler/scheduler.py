@@ -113,6 +113,11 @@ class Scheduler:
         """Whether an asynchronous load may still write into blocks, its request's or nobody's any more."""
         return self._loads.any_under_way
 
+    def loading_since(self, begun_s: float) -> list[Request]:
+        """Requests, ended ones too, whose asynchronous loads began at this time of `time.monotonic` or before, and may
+        still write into blocks."""
+        return self._loads.under_way_since(begun_s)
+
     @property
     def num_running(self) -> int:
         return len(self._running)

@@ -192,6 +192,10 @@ class KVConnectorWorker(Protocol):
     def wait_in_graph(self, layer: int) -> None:
         """EVENTS: issues the wait for this layer's load, to be recorded or done."""
 
+    def wait_for_loads(self, timeout_s: float) -> bool:
+        """The step of the newest `start_load_kv` was not launched: waits on the host, for so long at most, until none
+        of its loads can write any more; whether that is so. Not for asynchronous loads. One that failed has ended."""
+
     def wait_for_save(self) -> None:
         """After a step was launched: all of its saves are under way."""
 

@@ -29,6 +29,10 @@ ASYNC_LOAD_TIMEOUT_S = 300.0
 """How long an asynchronous load may go unreported: longer than the KV of a long prompt takes over a slow network
 (16 GiB at 1 Gbit/s: 140 s), and not for ever."""
 
+DROPPED_LOAD_TIMEOUT_S = 30.0
+"""How long the loads of a step that was not launched may take to end. All wait for that, so it is no longer than copies
+from host memory need."""
+
 RECORDING_SHARE = 0.05
 """Of the time while requests run, what may go into recording keys that were put off."""
 
@@ -315,7 +319,7 @@ class Engine:
             self._transfer_without_a_step()
         return deltas
 
-    def _fail(self, error: Exception, *plans: StepPlan) -> None:
+    def _fail(self, error: BaseException, *plans: StepPlan) -> None:
         """Ends every request. `plans` are of steps that are not among those in flight here."""
         message = f"the engine has failed: {type(error).__name__}: {error}"
         self.failure = EngineDeadError(message)
@@ -331,10 +335,29 @@ class Engine:
         try:
             return self.runner.launch(plan)
         except BaseException as error:
+            if not self._end_loads(plan):
+                raise
             for request in self.scheduler.discard(plan, f"{type(error).__name__}: {error}"):
                 self._outputs.pop(request.request_id, None)
             self.runner.recover()
             raise
+
+    def _end_loads(self, plan: StepPlan) -> bool:
+        """What a step that was not launched began to load may still be written into its blocks, which others are about
+        to get. False, and the engine has failed, if it does not end."""
+        if self._connector is None or plan.connector_meta is None:
+            return True
+        try:
+            if self._connector.worker.wait_for_loads(DROPPED_LOAD_TIMEOUT_S):
+                return True
+            error: BaseException = ConnectorError(
+                f"{self._connector.name} still writes into KV blocks, {DROPPED_LOAD_TIMEOUT_S:g} s after the step that "
+                f"loads them could not be launched (requests {', '.join(row.request_id for row in plan.rows)})"
+            )
+        except BaseException as raised:  # of a second Ctrl-C too
+            error = raised
+        self._fail(error, plan)
+        return False
 
     def _delta(self, event: TokenEvent) -> Delta | None:
         request = event.request

@@ -15,11 +15,13 @@ import pytest
 
 from ostinato import LLM, ConfigError
 from ostinato.connectors.mover import BlockMover
+from ostinato.engine import engine as engine_module
 from ostinato.engine.async_engine import AsyncEngine
 from ostinato.engine.output import OutputState
 from ostinato.engine.stream import RequestStream, Submission
+from ostinato.errors import ConnectorError
 from ostinato.kernels import ops
-from ostinato.request import RequestStatus
+from ostinato.request import FinishReason, RequestStatus
 from ostinato.scheduler import scheduler as scheduler_module
 
 from .conftest import TinyFactory
@@ -54,8 +56,9 @@ def opened(model: TinyModel, load: str = "async", **options: Any) -> Iterator[LL
 
 
 @contextmanager
-def late(llm: LLM, polls: int) -> Iterator[None]:
-    """Asynchronous copies into the pool begin at the poll of that number after they should have begun."""
+def late(llm: LLM, polls: int) -> Iterator[Callable[[], None]]:
+    """Asynchronous copies into the pool begin at the poll of that number after they should have begun, or when
+    what this gives is called."""
     worker = llm.engine.runner._connector
     assert isinstance(worker, BlockMover)
     lanes, waiting = worker._lanes, list[list[Any]]()
@@ -74,13 +77,16 @@ def late(llm: LLM, polls: int) -> Iterator[None]:
             start(number, None, loads)
         return finished()
 
-    lanes.start_async, lanes.finished = start_late, finished_late  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
+    def begin() -> None:
         while waiting:
             _, number, loads = waiting.pop(0)
             start(number, None, loads)
+
+    lanes.start_async, lanes.finished = start_late, finished_late  # type: ignore[method-assign]
+    try:
+        yield begin
+    finally:
+        begin()
         lanes.start_async, lanes.finished = start, finished  # type: ignore[method-assign]
 
 
@@ -420,3 +426,72 @@ def test_what_load_may_be(model: TinyModel) -> None:
     for wrong in ("later", True, []):
         with pytest.raises(ConfigError, match=r"load=.*: must be auto, sync, async"):
             open_llm(model.path, offloading(load=wrong))  # type: ignore[arg-type]
+
+
+UNREPORTED = "OffloadingConnector has not reported the end of its load for request 'late'"
+
+
+def test_a_load_that_is_never_reported_ends_its_request_alone(
+    model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are nobody's until it is reported after all."""
+    with opened(model) as llm, late(llm, 10**9) as begin:
+        engine, others = llm.engine, decode(llm)
+        state = arrive(llm)
+        blocks = set(engine.scheduler.kv.table("late"))
+        monkeypatch.setattr(engine_module, "ASYNC_LOAD_TIMEOUT_S", 0.0)
+        seen = [delta for delta in engine.step() if delta.request_id == "late"]
+        while engine.has_unfinished:
+            seen += [delta for delta in engine.step() if delta.request_id == "late"]
+        [delta] = seen
+        assert (delta.finished, delta.finish_reason, delta.token_ids) == (True, "error", ())
+        assert UNREPORTED in str(delta.stop_reason)
+        assert state.request.finish_reason is FinishReason.ERROR
+        assert [other.request.output_token_ids for other in others] == [model.greedy(p, 20) for p in OTHERS]
+        for number, prompt in enumerate(prompts_of((70, 75, 80), 160, seed=98)):  # the pool is turned over
+            again = engine.add_request(f"again{number}", prompt, greedy(3))
+            while not again.request.finished:
+                engine.step()
+                assert not blocks & set(engine.scheduler.kv.table(f"again{number}"))
+            assert again.request.output_token_ids == model.greedy(prompt, 3)
+        engine.scheduler.check_integrity()
+        assert engine.scheduler.kv.num_free == engine.scheduler.kv.num_allocatable - len(blocks)
+        monkeypatch.undo()
+        begin()
+        finish(llm, model)
+
+
+@pytest.mark.parametrize("what", ["sleep", "update_weights", "settle"])
+def test_nothing_that_takes_memory_goes_on_beside_such_a_load(
+    model: TinyModel, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    with opened(model) as llm:
+        with late(llm, 10**9):
+            arrive(llm)
+            with monkeypatch.context() as patch, pytest.raises(ConnectorError, match=UNREPORTED):
+                patch.setattr(engine_module, "ASYNC_LOAD_TIMEOUT_S", 0.0)
+                {"sleep": llm.sleep, "update_weights": lambda: llm.update_weights([]), "settle": llm.engine.settle}[
+                    what
+                ]()
+            assert not llm.is_sleeping()
+        llm.sleep()
+        llm.wake_up()
+        finish(llm, model)
+
+
+def test_what_waits_for_the_blocks_of_such_a_load(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(model) as llm, late(llm, 10**9):
+        arrive(llm)
+        engine = llm.engine
+        engine.add_request("late too", LONG[1], greedy(6))
+        engine.step()
+        assert engine.scheduler.num_loading == 2
+        waits = engine.add_request("waits", prompts_of((60,), 160, seed=99)[0], greedy(3))
+        engine.step()
+        assert waits.num_tokens == 0
+        monkeypatch.setattr(engine_module, "ASYNC_LOAD_TIMEOUT_S", 0.0)
+        while engine.has_unfinished:
+            engine.step()
+        assert waits.request.finish_reason is FinishReason.ERROR
+        assert "there are not enough KV blocks: OffloadingConnector has not reported" in str(waits.request.stop_reason)
+        monkeypatch.undo()

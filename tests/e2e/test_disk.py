@@ -80,19 +80,64 @@ def test_another_model_finds_nothing(tiny_model: TinyFactory, full: Path) -> Non
         assert stats_of(llm).hit_tokens == 0
 
 
-def test_other_weights_neither_read_nor_write(model: TinyModel, tiny_model: TinyFactory, tmp_path: Path) -> None:
+def test_other_weights_have_blocks_of_their_own(
+    model: TinyModel, tiny_model: TinyFactory, expected: list[list[int]], tmp_path: Path
+) -> None:
     from ostinato.weights.checkpoint import open_checkpoint
 
     other = tiny_model("Qwen3", num_hidden_layers=3, seed=1)
-    with open_llm(model.path, disk(tmp_path)) as llm:
-        tokens_of(llm, LONG[0])
+
+    def saved(llm: LLM) -> int:
         until(lambda: stats_of(llm).pending_saves == 0)
+        return stats_of(llm).saved_blocks
+
+    with open_llm(model.path, disk(tmp_path)) as llm:
+        assert tokens_of(llm, LONG[0]) == expected[0]
+        assert saved(llm) == 4
         llm.update_weights(open_checkpoint(str(other.path)).tensors())
-        for prompt in LONG:
-            assert tokens_of(llm, prompt) == other.greedy(prompt, 5)
+        assert tokens_of(llm, LONG[0]) == other.greedy(LONG[0], 5)
+        assert stats_of(llm).hit_tokens == 0, "KV of the weights before"
+        assert saved(llm) == 8
+        llm.reload_weights()
+        assert tokens_of(llm, LONG[0]) == expected[0]
+        assert stats_of(llm).hit_tokens == 64, "that of the checkpoint, as at the start"
+        llm.update_weights(open_checkpoint(str(other.path)).tensors())
+        assert tokens_of(llm, LONG[0]) == other.greedy(LONG[0], 5)
+        assert stats_of(llm).hit_tokens == 128
+        assert saved(llm) == 8
+        name, tensor = next(pair for pair in open_checkpoint(str(other.path)).tensors() if "layers.0" in pair[0])
+        changed = tensor.clone()
+        changed.view(-1)[1] += 0.5
+        llm.update_weights([(name, changed)])
+        tokens_of(llm, LONG[0])
+        assert stats_of(llm).hit_tokens == 128, "one value has changed"
+    assert len(files_in(tmp_path)) == 12
+    with open_llm(model.path, disk(tmp_path, "kv_consumer")) as llm:
+        llm.update_weights(open_checkpoint(str(other.path)).tensors())
+        assert tokens_of(llm, LONG[0]) == other.greedy(LONG[0], 5)
+        assert stats_of(llm).hit_tokens == 64
+
+
+def test_weights_that_could_not_all_be_read_have_blocks_of_their_own(
+    model: TinyModel, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ostinato.engine import control
+
+    def fail(*_: object) -> None:
+        llm._built.weights.weights.norm.mul_(2)  # type: ignore[union-attr]
+        raise OSError("put in on purpose")
+
+    with open_llm(model.path, disk(tmp_path)) as llm:
+        assert tokens_of(llm, LONG[0]) == expected[0]
+        until(lambda: stats_of(llm).pending_saves == 0)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="put in on purpose"):
+            patch.setattr(control, "load_weights", fail)
+            llm.reload_weights()
+        tokens_of(llm, LONG[0])
         assert stats_of(llm).hit_tokens == 0
-        assert stats_of(llm).held_blocks == 0
-    assert len(files_in(tmp_path)) == 4
+        llm.reload_weights()
+        assert tokens_of(llm, LONG[0]) == expected[0]
+        assert stats_of(llm).hit_tokens == 64
 
 
 def test_what_waits_to_be_saved_is_saved_before_sleep(

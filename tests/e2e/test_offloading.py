@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from ostinato import LLM, ConfigError
 from ostinato.connectors.protocol import ConnectorStats, Wait
+from ostinato.errors import EngineDeadError
 from ostinato.kernels import ops
 
 from .conftest import TinyFactory
@@ -189,6 +191,90 @@ def test_a_step_that_was_not_launched_saved_nothing(model: TinyModel, monkeypatc
             llm.generate(LONG[2], greedy(3))
         for prompt, tokens in zip(LONG, expected, strict=True):
             assert llm.generate(prompt, greedy(3))[0].outputs[0].token_ids == tokens
+
+
+class HeldLoad:
+    """The copies of a step's loads wait until they are let go, and the launch of a step that loads fails."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.failed = threading.Event(), threading.Event()
+        self.num_begun = self.num_ended = 0
+        worker: Any = llm.engine.runner._connector
+        copies, run = worker._copies, llm.engine.runner._run
+
+        def held(chosen: Any, *, load: bool) -> Any:
+            made = copies(chosen, load=load)
+            return made if made is None or not load else lambda layer, count: self._copy(made, layer, count)
+
+        def fail(decision: Any, plan: Any) -> None:
+            if plan.connector_meta is not None and plan.connector_meta.loads:
+                self.num_begun += 1
+                self.failed.set()
+                raise RuntimeError("put in on purpose")
+            run(decision, plan)
+
+        monkeypatch.setattr(worker, "_copies", held)
+        monkeypatch.setattr(llm.engine.runner, "_run", fail)
+
+    def _copy(self, made: Any, layer: int, count: int) -> None:
+        self.go.wait(60)
+        made(layer, count)
+        self.num_ended += count
+
+
+def test_blocks_of_a_step_that_was_not_launched_are_kept_until_its_loads_have_ended(
+    model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_llm(model) as llm:
+        for prompt in LONG:
+            llm.generate(prompt, greedy(3))
+        scheduler, num_ended = llm.engine.scheduler, list[int]()
+        discard = scheduler.discard
+
+        def freeing(*arguments: Any) -> Any:
+            num_ended.append(load.num_ended)
+            return discard(*arguments)
+
+        with monkeypatch.context() as patch:
+            load = HeldLoad(llm, patch)
+            patch.setattr(scheduler, "discard", freeing)
+
+            def release() -> None:
+                load.failed.wait(60)
+                time.sleep(0.2)  # an engine that does not wait is through by then
+                load.go.set()
+
+            releasing = threading.Thread(target=release)
+            releasing.start()
+            with pytest.raises(RuntimeError, match="put in on purpose"):
+                llm.generate(LONG[0], greedy(3))
+            load.go.set()
+            releasing.join()
+        assert num_ended == [3], "of three layers"
+        assert scheduler.num_steps_in_flight == 0
+        for prompt in LONG:
+            assert list(llm.generate(prompt, greedy(3))[0].outputs[0].token_ids) == model.greedy(prompt, 3)
+        scheduler.check_integrity()
+
+
+def test_loads_of_such_a_step_that_do_not_end_end_the_engine(model: TinyModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ostinato.engine import engine as engine_module
+
+    llm = open_llm(model)
+    for prompt in LONG:
+        llm.generate(prompt, greedy(3))
+    load = HeldLoad(llm, monkeypatch)
+    monkeypatch.setattr(engine_module, "DROPPED_LOAD_TIMEOUT_S", 0.0)
+    with pytest.raises(RuntimeError, match="put in on purpose"):
+        llm.generate(LONG[0], greedy(3))
+    says = "the engine has failed: ConnectorError: OffloadingConnector still writes into KV blocks"
+    with pytest.raises(EngineDeadError, match=says):
+        llm.generate(LONG[1], greedy(3))
+    assert llm.engine.scheduler.num_steps_in_flight == 0
+    assert (load.num_begun, load.num_ended) == (1, 0)
+    load.go.set()
+    llm.close()
+    assert load.num_ended == 3
 
 
 @pytest.mark.parametrize(

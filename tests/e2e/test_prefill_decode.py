@@ -12,7 +12,7 @@ from ostinato.connectors.protocol import Wait
 from ostinato.errors import ConfigError
 
 from .conftest import TinyFactory
-from .connecting import free_port, open_llm, serve_blocks, start, stats_of, tcp, tokens_of
+from .connecting import free_port, open_llm, serve_blocks, start, stats_of, tcp, tokens_of, until
 from .driving import greedy
 from .models import TinyModel, prompts_of
 
@@ -158,3 +158,31 @@ def test_nixl_that_is_not_installed(model: TinyModel, monkeypatch: pytest.Monkey
     for role in ("kv_producer", "kv_consumer"):
         with pytest.raises(ConfigError, match="pip install nixl-cu13"):
             open_llm(model.path, tcp(free_port(), role, transport="nixl"))
+
+
+def test_both_ends_get_other_weights(model: TinyModel, tiny_model: TinyFactory) -> None:
+    """One that has them already finds nothing, and what the other end has saved before is not taken for theirs."""
+    from ostinato.weights.checkpoint import open_checkpoint
+
+    other = tiny_model("Qwen3", num_hidden_layers=3, seed=1)
+    port, prompt = free_port(), LONG[0]
+    weights = list(open_checkpoint(str(other.path)).tensors())
+    with (
+        open_llm(model.path, tcp(port, "kv_producer", transport="tcp")) as producer,
+        open_llm(model.path, tcp(port, "kv_consumer", transport="tcp")) as consumer,
+    ):
+        tokens_of(producer, prompt, 1)
+        until(lambda: stats_of(producer).saved_blocks == 4)
+        consumer.update_weights(weights)
+        output = consumer.generate(prompt, greedy(5))[0]
+        assert list(output.outputs[0].token_ids) == other.greedy(prompt, 5)
+        assert output.num_cached_tokens == 0
+
+        consumer.update_weights(weights)  # its own prefix cache forgets
+        producer.update_weights(weights)
+        assert tokens_of(producer, prompt, 1) == other.greedy(prompt, 1)
+        until(lambda: stats_of(producer).saved_blocks == 8)
+        output = consumer.generate(prompt, greedy(5))[0]
+        assert list(output.outputs[0].token_ids) == other.greedy(prompt, 5)
+        assert output.num_cached_tokens == 64
+        assert stats_of(consumer).failed_loads == 0

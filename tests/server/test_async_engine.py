@@ -216,6 +216,32 @@ def test_draining(model: TinyModel) -> None:
     with_engine(model, use)
 
 
+@pytest.mark.parametrize("first", ["sleep", "drain"])
+def test_draining_asleep(model: TinyModel, first: str) -> None:
+    """What was accepted cannot go on: it gets the tokens that it had coming, and an error."""
+
+    async def use(engine: AsyncEngine) -> None:
+        stream, seen = await engine.submit([one("r", 150), one("s", 150)]), list[int]()
+        if first == "sleep":
+            await engine.call(LLM.sleep)
+            engine.begin_drain()
+        else:
+            engine.begin_drain()
+            await engine.call(LLM.sleep)
+        with pytest.raises(
+            UnavailableError, match=r"shutting down while the engine sleeps \(no kv_cache, no weights\)"
+        ):
+            async for pieces in stream:
+                seen += [token for piece in pieces if piece.answer == 0 for token in piece.delta.token_ids]
+        await engine.idle()
+        assert seen == model.greedy([5, 6, 7], len(seen))
+        assert engine.request_stats.finished["error"] == 2
+        assert await engine.call(lambda llm: llm.engine.has_unfinished) is False
+        await engine.call(lambda llm: llm.engine.scheduler.check_integrity())
+
+    with_engine(model, use)
+
+
 def test_closing_ends_what_is_open(model: TinyModel) -> None:
     async def use(engine: AsyncEngine) -> None:
         consumer = asyncio.create_task(tokens(await engine.submit([one("r", 150)])))

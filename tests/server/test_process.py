@@ -217,3 +217,36 @@ def test_sleep_mode_is_an_option(model: TinyModel) -> None:
         server.process.send_signal(signal.SIGTERM)
         assert server.wait_exit() == 0
     assert "asleep, level 2" in server.log
+
+
+def test_sigterm_while_asleep_ends_open_requests(model: TinyModel, tmp_path: Path) -> None:
+    """They cannot go on: streams are told in the stream, others by a 503. Exit code 0."""
+    words = [*serve_and_break(model, 0, tmp_path / "never"), "--enable-sleep-mode"]
+    body = {"prompt": [5], "max_tokens": 180, "ignore_eos": True}
+
+    async def drive(server: ServerProcess) -> tuple[httpx.Response, list[str]]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=LONGEST_S) as client:
+            whole = asyncio.create_task(client.post("/v1/completions", json=body))
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+                lines = response.aiter_lines()
+                seen = [await anext(lines)]
+                while _open(await client.get("/metrics")) < 2:
+                    await asyncio.sleep(0.01)
+                assert (await client.post("/sleep")).status_code == 200
+                server.process.send_signal(signal.SIGTERM)
+                seen += [line async for line in lines if line]
+            return await whole, seen
+
+    with server_process(words) as server:
+        server.wait_ready()
+        whole, lines = asyncio.run(drive(server))
+        assert server.wait_exit() == 0
+    assert whole.status_code == 503
+    assert whole.headers["retry-after"] == "1"
+    *_, last, done = lines
+    assert done == "data: [DONE]"
+    for error in (whole.json()["error"], json.loads(last.removeprefix("data: "))["error"]):
+        assert error["code"] == "unavailable"
+        assert "shutting down while the engine sleeps (no kv_cache, no weights)" in error["message"]
+    assert "draining 2 requests" in server.log
+    assert "Traceback" not in server.log

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -26,6 +27,8 @@ from ostinato.kv.storage import KVStorage
 logger = logging.getLogger("ostinato")
 
 __all__ = ["AsyncLoad", "BlockMover", "Copy", "HostBlocks", "Loaded", "Transfers"]
+
+_PAUSE_S = 0.0005
 
 
 class Copy(NamedTuple):
@@ -133,6 +136,14 @@ class BlockMover:
         if self._wait is Wait.EVENTS:
             self._lanes.wait(layer)
 
+    def wait_for_loads(self, timeout_s: float) -> bool:
+        ended, due = self._lanes.loads_ended(), time.monotonic() + timeout_s
+        while not ended():
+            if time.monotonic() >= due:
+                return False
+            time.sleep(_PAUSE_S)
+        return True
+
     def wait_for_save(self) -> None:
         """`start_load_kv` has made the step wait already."""
 
@@ -202,6 +213,9 @@ class _Lanes(Protocol):
 
     def wait(self, layer: int) -> None:
         """What follows comes after the newest load of this layer."""
+
+    def loads_ended(self) -> Callable[[], bool]:
+        """What tells whether all that `load` has begun until now is over."""
 
     def finished(self) -> list[object]:
         """Numbers of what is done since the last call, or has failed, and `Loaded` for each asynchronous load. What is
@@ -274,6 +288,11 @@ class _StreamLanes:
     def wait(self, layer: int) -> None:
         self._events[layer].wait()
 
+    def loads_ended(self) -> Callable[[], bool]:
+        ended = torch.cuda.Event()  # of its own: `load` may have failed before it recorded one
+        ended.record(self._stream)
+        return ended.query
+
     def finished(self) -> list[object]:
         done: list[object] = []
         while self._under_way and self._under_way[0][1].query():
@@ -330,6 +349,9 @@ class _ThreadLanes:
 
     def wait(self, layer: int) -> None:
         ops.wait_loaded(self._pending, layer)
+
+    def loads_ended(self) -> Callable[[], bool]:
+        return lambda: not bool((self._pending > 0).any())
 
     def finished(self) -> list[object]:
         done: list[object] = []

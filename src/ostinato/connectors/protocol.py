@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AsyncKVConnectorScheduler",
     "ConnectorStats",
+    "ContentsKVConnectorScheduler",
     "KVConnector",
     "KVConnectorScheduler",
     "KVConnectorWorker",
@@ -155,6 +156,15 @@ class AsyncKVConnectorScheduler(KVConnectorScheduler, Protocol):
         now on find what was loaded."""
 
 
+@runtime_checkable
+class ContentsKVConnectorScheduler(KVConnectorScheduler, Protocol):
+    """One whose blocks outlive the weights that they were computed with, or go to other engines."""
+
+    def set_contents(self, name: str) -> None:
+        """What KV is of from now on, after `forget_contents`: as `ConnectorContext.model`, equal names for equal
+        weights only. Nothing that was saved under another name may be found."""
+
+
 class KVConnectorWorker(Protocol):
     """Called where steps are launched."""
 
@@ -182,6 +192,10 @@ class KVConnectorWorker(Protocol):
     def wait_in_graph(self, layer: int) -> None:
         """EVENTS: issues the wait for this layer's load, to be recorded or done."""
 
+    def wait_for_loads(self, timeout_s: float) -> bool:
+        """The step of the newest `start_load_kv` was not launched: waits on the host, for so long at most, until none
+        of its loads can write any more; whether that is so. Not for asynchronous loads. One that failed has ended."""
+
     def wait_for_save(self) -> None:
         """After a step was launched: all of its saves are under way."""
 
@@ -194,10 +208,11 @@ class KVConnectorWorker(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVConnector:
-    """Both sides of one connector."""
+    """Both sides of one connector. `name` is that of `kv_connector`, for errors."""
 
     scheduler: KVConnectorScheduler
     worker: KVConnectorWorker
+    name: str = "the KV connector"
 
     def close(self) -> None:
         self.worker.close()

@@ -11,7 +11,8 @@ where `make_connector(context: ConnectorContext) -> KVConnector`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -34,8 +35,9 @@ _FIELDS = ("kv_connector", "kv_role", "kv_ip", "kv_port", "kv_connector_extra_co
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What a connector is made from. `extra` is `kv_connector_extra_config`; `model()` names what KV is of, by its
-    contents. `ip` and `port` are those of the end that listens, where there is one."""
+    """What a connector is made from. `extra` is `kv_connector_extra_config`; `model()` names what KV is of when the
+    engine starts, by its contents (later: `ContentsKVConnectorScheduler`). `ip` and `port` are those of the end that
+    listens, where there is one."""
 
     storage: KVStorage
     block_size: int
@@ -159,7 +161,8 @@ def make_connector(
         raise ConfigError(f"kv_transfer_config: kv_ip={ip!r}: must be an address or the name of a host")
     if isinstance(port, bool) or not isinstance(port, int) or not 1 <= port <= 65535:
         raise ConfigError(f"kv_transfer_config: kv_port={port!r}: must be a port, 1 to 65535")
-    return make(ConnectorContext(storage, block_size, model, role, extra, ip, port))
+    connector = make(ConnectorContext(storage, block_size, cache(model), role, extra, ip, port))
+    return replace(connector, name=str(name))
 
 
 def _wrong(what: str) -> ConfigError:

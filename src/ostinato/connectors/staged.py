@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import NamedTuple
 
 from ostinato.connectors.fetcher import Fetch, Fetcher
@@ -44,6 +45,10 @@ class StagedScheduler:
     `has(digest)` says whether the store has a block, as far as it knows without looking: those are not saved again. A
     request waits for `load_timeout_s` at most. `load_kv_async`: as `get_num_new_matched_tokens` is to answer. `fetched`
     counts blocks for `ConnectorStats.fetched_blocks`. `close` closes the store.
+
+    `contents` names what KV is of at the start, which the store's own namespace covers. Under other weights the store
+    and host memory know blocks by other digests, so that what is on its way when the weights change is not mistaken
+    either.
     """
 
     def __init__(
@@ -57,6 +62,7 @@ class StagedScheduler:
         has: Callable[[bytes], bool] | None,
         load_timeout_s: float,
         close: Callable[[], None],
+        contents: str,
         load_kv_async: bool | None = None,
         fetched: Callable[[], Mapping[str, int]] | None = None,
     ) -> None:
@@ -64,6 +70,7 @@ class StagedScheduler:
         self._load_kv_async, self._fetched = load_kv_async, fetched
         self._fetcher, self._load_timeout_s, self._close = fetcher, load_timeout_s, close
         self._reads, self._writes, self._has = fetcher is not None, writes, has
+        self._may_write, self._first_contents, self._salt = writes, contents, b""
         self._fetches: dict[str, Fetch] = {}  # by request
         self._waiting: set[str] = set()  # requests, for a fetch of theirs or another's
         self._hashes: Sequence[bytes] = ()  # of the request that was asked about last
@@ -83,7 +90,7 @@ class StagedScheduler:
         self._hashes = block_hashes
         if self._fetcher is None or not self._reads:
             return 0
-        wanted = block_hashes[num_computed_tokens // self._block_size :]
+        wanted = self._names(block_hashes[num_computed_tokens // self._block_size :])
         found = self._offer.match(wanted)
         if found < len(wanted) and not self._has_asked(self._fetcher, request, wanted[found:]):
             self._offer.withdraw()
@@ -106,14 +113,18 @@ class StagedScheduler:
 
     def blocks_computed(self, blocks: Sequence[tuple[int, bytes]]) -> None:
         if self._writes:
-            for block_id, digest in blocks:
+            digests = self._names([digest for _, digest in blocks])
+            for (block_id, _), digest in zip(blocks, digests, strict=True):
                 if digest not in self._saving and not self._is_stored(digest):
                     self._save(block_id, digest)
 
     def block_evicted(self, block_id: int, block_hash: bytes) -> None:
-        if block_hash in self._unsaved:
-            self._save(block_id, block_hash)
-            self._unsaved.discard(block_hash)
+        if not self._unsaved:
+            return
+        (digest,) = self._names([block_hash])
+        if digest in self._unsaved:
+            self._save(block_id, digest)
+            self._unsaved.discard(digest)
 
     def build_connector_meta(self) -> StagedTransfers | None:
         self._offer.withdraw()
@@ -152,7 +163,7 @@ class StagedScheduler:
         self._drop_fetch(request)
 
     def forget_contents(self) -> None:
-        """The store's blocks are of the weights that were there at the start: it is done with."""
+        """Nothing is read or written until it is known what KV is of."""
         self._offer.withdraw()
         self._reads = self._writes = False
         if self._fetcher is not None:
@@ -165,6 +176,10 @@ class StagedScheduler:
         self._saves = []
         self._saving.clear()
         self._unsaved.clear()
+
+    def set_contents(self, name: str) -> None:
+        self._salt = b"" if name == self._first_contents else blake2b(name.encode(), digest_size=32).digest()
+        self._reads, self._writes = self._fetcher is not None, self._may_write
 
     def wait_for_change(self, timeout_s: float) -> None:
         if self._fetcher is not None:
@@ -211,6 +226,14 @@ class StagedScheduler:
         self._late += 1
         fetcher.drop(fetch)
         return True
+
+    def _names(self, digests: Sequence[bytes]) -> Sequence[bytes]:
+        """By which the store and host memory know blocks of these digests, computed with the present weights."""
+        if not self._salt:
+            return digests
+        return [
+            blake2b(digest, digest_size=32, person=b"ostinato-weights", key=self._salt).digest() for digest in digests
+        ]
 
     def _drop_fetch(self, request: Request) -> None:
         self._waiting.discard(request.request_id)

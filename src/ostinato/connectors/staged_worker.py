@@ -126,6 +126,7 @@ def connector_over(
         num_threads = context.whole("io_threads", 4)
         load_timeout_s, load_kv_async = context.seconds("load_timeout_s", 30.0), context.load_kv_async()
         host = HostBlocks(context.storage, capacity)
+        contents = context.model()
         worker = StagedWorker(context.storage, host, context.wait(), store)
     except BaseException:
         store.close()
@@ -145,6 +146,7 @@ def connector_over(
         has=has,
         load_timeout_s=load_timeout_s,
         close=store.close,
+        contents=contents,
         load_kv_async=load_kv_async,
         fetched=fetched,
     )

@@ -80,9 +80,11 @@ class AsyncEngine:
         return await asyncio.shield(self._ended)
 
     def begin_drain(self) -> None:
-        """Takes no new requests; those that were submitted go on to their ends."""
+        """Takes no new requests; those that were submitted go on to their ends. Where the engine sleeps they cannot,
+        and nobody has to come who wakes it: they end with UnavailableError."""
         if self.state in (EngineState.STARTING, EngineState.RUNNING):
             self.state = EngineState.DRAINING
+            self._thread.between_steps(self._end_stranded)
 
     async def idle(self) -> None:
         """Waits until no request is open."""
@@ -191,6 +193,8 @@ class AsyncEngine:
                 self._post(_set_result, future, result)
 
         self._thread.between_steps(command)
+        if self.state is EngineState.DRAINING:
+            self._thread.between_steps(self._end_stranded)  # it may have put the engine to sleep
         return await future
 
     # -- the engine's thread tells -----------------------------------------------------------------------------------
@@ -208,6 +212,24 @@ class AsyncEngine:
 
     def _thread_ended(self, error: BaseException | None) -> None:
         self._post(self._on_ended, error)
+
+    def _end_stranded(self, llm: LLM) -> None:
+        """While the server drains: what waits for something that is not there."""
+        engine = llm.engine
+        if not engine.missing:
+            return
+        while engine.can_step:  # tokens of steps that were collected before
+            self._stepped(engine.step(), time.perf_counter())
+        stranded = [request.request_id for request in engine.scheduler.unfinished()]
+        _abort_all(llm, stranded)
+        self._post(
+            self._on_stranded,
+            stranded,
+            UnavailableError(
+                f"the server is shutting down while the engine sleeps (no {', no '.join(engine.missing)}): the request "
+                "cannot go on"
+            ),
+        )
 
     def _post(self, callback: Callable[..., object], *args: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
@@ -231,13 +253,14 @@ class AsyncEngine:
                 member = members.get(delta.request_id)
                 if member is None:  # aborted since
                     continue
-                if member.last_token_s is None:
-                    stats.num_prompt_tokens += member.num_prompt_tokens
-                    stats.ttft_s.observe(at_s - member.arrived_at_s)
-                else:
-                    gap = at_s - member.last_token_s
-                    gaps[gap] = gaps.get(gap, 0) + 1
-                member.last_token_s = at_s
+                if delta.token_ids:  # none in what ends an answer that the engine gave up
+                    if member.last_token_s is None:
+                        stats.num_prompt_tokens += member.num_prompt_tokens
+                        stats.ttft_s.observe(at_s - member.arrived_at_s)
+                    else:
+                        gap = at_s - member.last_token_s
+                        gaps[gap] = gaps.get(gap, 0) + 1
+                    member.last_token_s = at_s
                 if delta.finished:
                     del members[delta.request_id]
                     stats.finished[delta.finish_reason or "stop"] += 1
@@ -251,6 +274,15 @@ class AsyncEngine:
             delta, member.delivered = join(member.delivered), []
             stats.num_generated_tokens += len(delta.token_ids)
             member.stream.push(Piece(member.answer, delta))
+        if not self._members:
+            self._idle.set()
+
+    def _on_stranded(self, request_ids: Sequence[str], error: UnavailableError) -> None:
+        self._deliveries.flush()
+        found = [member for name in request_ids if (member := self._members.pop(name, None)) is not None]
+        self.request_stats.finished["error"] += len(found)
+        for member in found:
+            member.stream.fail(error)
         if not self._members:
             self._idle.set()
 

@@ -82,12 +82,14 @@ class Built:
         )
 
     def close(self) -> None:
-        """Destroys the recordings as one set, then frees the memory. Nothing may be in flight."""
-        self.engine.runner.close()
-        if self.connector is not None:
-            self.connector.close()
-        self.pool.close()
-        self.weights.close()
+        """Destroys the recordings as one set, then frees the memory. Nothing may be in flight. Where one part fails,
+        the others are closed all the same."""
+        with ExitStack() as parts:  # in the reverse of this order
+            parts.callback(self.weights.close)
+            parts.callback(self.pool.close)
+            if self.connector is not None:
+                parts.callback(self.connector.close)
+            parts.callback(self.engine.runner.close)
 
 
 def build(config: EngineConfig, progress: Progress | None = None) -> Built:

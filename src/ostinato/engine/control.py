@@ -15,8 +15,18 @@ from typing import Any
 import torch
 
 from ostinato.config import AUTO, EngineConfig
+from ostinato.connectors.protocol import ContentsKVConnectorScheduler
 from ostinato.engine.build import Built, Progress, recording_progress
-from ostinato.engine.parts import connect, load_scales, load_weights, make_pool, make_runner, warm_up
+from ostinato.engine.parts import (
+    connect,
+    contents_name,
+    load_scales,
+    load_weights,
+    make_pool,
+    make_runner,
+    updated_contents_name,
+    warm_up,
+)
 from ostinato.engine.resolve import resolve_kv_format, resolve_ladders
 from ostinato.engine.stats import RecordingStat, recording_stats
 from ostinato.errors import CapacityError, ConfigError, UnavailableError, WeightError
@@ -26,6 +36,7 @@ from ostinato.models.kv_scales import fill_scales, is_scale
 from ostinato.models.weights import destinations, is_ignorable
 from ostinato.runner.memory import KVPool
 from ostinato.runner.runner import Runner
+from ostinato.weights.base import Checkpoint
 from ostinato.weights.checkpoint import open_checkpoint
 
 logger = logging.getLogger("ostinato")
@@ -123,6 +134,7 @@ def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) ->
     finally:
         if written or new_scales:
             engine.scheduler.preempt_all(weights_changed=True)
+            _name_contents(built, None)
     if written == places.keys():
         engine.set_there(WEIGHTS)
     engine.runner.verify_statics()
@@ -135,11 +147,28 @@ def reload_weights(built: Built) -> None:
     built.engine.settle()
     checkpoint = open_checkpoint(built.config.model, built.config.load_format)
     built.engine.scheduler.preempt_all(weights_changed=True)
-    load_weights(built.config, checkpoint, built.model_config, built.weights.weights)
-    if (scales := built.pool.storage.scales) is not None:
-        load_scales(built.config, checkpoint, scales)
+    read: Checkpoint | None = None
+    try:
+        load_weights(built.config, checkpoint, built.model_config, built.weights.weights)
+        if (scales := built.pool.storage.scales) is not None:
+            load_scales(built.config, checkpoint, scales)
+        read = checkpoint
+    finally:
+        _name_contents(built, read)
     built.engine.set_there(WEIGHTS)
     built.engine.runner.verify_statics()
+
+
+def _name_contents(built: Built, checkpoint: Checkpoint | None) -> None:
+    """Tells the connector what KV is of from now on; of no checkpoint: None."""
+    connector = None if built.connector is None else built.connector.scheduler
+    if not isinstance(connector, ContentsKVConnectorScheduler):
+        return
+    config, storage = built.config, built.pool.storage
+    if checkpoint is None:
+        connector.set_contents(updated_contents_name(config, built.weights.weights, storage))
+    else:
+        connector.set_contents(contents_name(config, checkpoint, storage))
 
 
 def _require_mapped(built: Built) -> None:

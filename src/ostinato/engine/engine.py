@@ -8,7 +8,7 @@ from collections import deque
 
 from ostinato.connectors.protocol import KVConnector
 from ostinato.engine.output import Delta, OutputState
-from ostinato.errors import CapacityError, ConfigError, UnavailableError
+from ostinato.errors import CapacityError, ConfigError, ConnectorError, EngineDeadError, UnavailableError
 from ostinato.request import MAX_STOP_IDS, FinishReason, Request, SamplingParams, TokenGrammar
 from ostinato.runner.runner import InFlight, Runner
 from ostinato.sampling.grammar import GrammarCompiler
@@ -24,6 +24,14 @@ CONNECTOR_WAIT_S = 0.01
 
 LOAD_POLL_S = 0.0005
 """Between two looks at asynchronous loads when there is no step to wait for."""
+
+ASYNC_LOAD_TIMEOUT_S = 300.0
+"""How long an asynchronous load may go unreported: longer than the KV of a long prompt takes over a slow network
+(16 GiB at 1 Gbit/s: 140 s), and not for ever."""
+
+DROPPED_LOAD_TIMEOUT_S = 30.0
+"""How long the loads of a step that was not launched may take to end. All wait for that, so it is no longer than copies
+from host memory need."""
 
 RECORDING_SHARE = 0.05
 """Of the time while requests run, what may go into recording keys that were put off."""
@@ -54,6 +62,9 @@ class Engine:
         self._settled: list[Delta] = []  # of steps that `settle` collected, for the next `step` to return
         self._missing: dict[str, str] = {}  # what a step would need and is not there: why
         self._record_again_at = 0.0
+        self.failure: EngineDeadError | None = None
+        """After a fault, for good: a step that was launched could not be collected, so what the device holds is not
+        known. Every request has ended with it, and no step runs any more."""
 
     @property
     def has_unfinished(self) -> bool:
@@ -114,14 +125,18 @@ class Engine:
     def step(self) -> list[Delta]:
         """Launches what may be launched, then collects the oldest step. Empty when that step gave nobody a token.
 
-        Raises UnavailableError while the engine sleeps.
+        Raises UnavailableError while the engine sleeps, and EngineDeadError after a fault. A step that cannot be
+        collected is one: what it raised is raised, once.
         """
+        self._require_alive()
         if self._settled:
             return self._take_settled()
         if self.scheduler.has_unfinished:
             self._require_all()
         if self.runner.num_pending:
             self._record_under_load()
+        if self.scheduler.is_loading:
+            self._fail_overdue()
         while len(self._in_flight) < self._max_in_flight:
             plan = self.scheduler.plan()
             if plan is None:
@@ -132,6 +147,7 @@ class Engine:
         if not self._in_flight:
             if self.scheduler.is_loading:
                 self._wait_for_loads()
+                self._fail_if_stuck()
             elif self._connector is not None and self.scheduler.num_deferred:
                 self._connector.scheduler.wait_for_change(CONNECTOR_WAIT_S)
                 self.poll_connector()
@@ -144,12 +160,18 @@ class Engine:
 
     def settle(self) -> None:
         """Collects every launched step and waits for every asynchronous load, so that nothing is in flight. The next
-        `step` returns what the steps gave."""
+        `step` returns what the steps gave.
+
+        Raises ConnectorError for a load that has not been reported for ASYNC_LOAD_TIMEOUT_S, and so may still write:
+        what comes next may not.
+        """
         while self._in_flight:
             self._settled += self._collect()
         self._transfer_without_a_step()  # what comes next may take the blocks, or the memory behind them
         while self.scheduler.is_loading:
             self._wait_for_loads()
+            if overdue := self._overdue():
+                raise ConnectorError(self._unreported(overdue[0]))
             self._transfer_without_a_step()  # what was loaded may have to be saved elsewhere
 
     def idle(self) -> bool:
@@ -177,7 +199,12 @@ class Engine:
     def set_there(self, name: str) -> None:
         self._missing.pop(name, None)
 
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineDeadError(str(self.failure)) from self.failure.__cause__
+
     def _require_all(self) -> None:
+        self._require_alive()
         if self._missing:
             raise UnavailableError("; ".join(f"no {name}: {why}" for name, why in self._missing.items()))
 
@@ -186,7 +213,12 @@ class Engine:
     def _record_under_load(self) -> None:
         """Where requests run, only if none waits, and for a small share of the time."""
         now = time.perf_counter()
-        if self.scheduler.num_waiting == 0 and now >= self._record_again_at and self.runner.has_due:
+        if (
+            self.scheduler.num_waiting == 0
+            and not self.scheduler.is_loading
+            and now >= self._record_again_at
+            and self.runner.has_due
+        ):
             self.settle()
             self._record_next()
             done = time.perf_counter()
@@ -217,6 +249,39 @@ class Engine:
         time.sleep(LOAD_POLL_S)
         self.poll_connector()
 
+    def _overdue(self) -> list[Request]:
+        return self.scheduler.loading_since(time.monotonic() - ASYNC_LOAD_TIMEOUT_S)
+
+    def _unreported(self, request: Request) -> str:
+        name = "the KV connector" if self._connector is None else self._connector.name
+        return (
+            f"{name} has not reported the end of its load for request {request.request_id!r} within "
+            f"{ASYNC_LOAD_TIMEOUT_S:g} s; the blocks that it may still write into stay taken"
+        )
+
+    def _fail_overdue(self) -> None:
+        """Ends requests whose loads the connector does not report. Their blocks are nobody else's until it does."""
+        for request in self._overdue():
+            if not request.finished:
+                self._fail_alone(request, self._unreported(request))
+
+    def _fail_if_stuck(self) -> None:
+        """Ends what waits for blocks that only such loads have, since nothing else will ever free any."""
+        overdue, scheduler = self._overdue(), self.scheduler
+        if overdue and not (scheduler.num_running or scheduler.num_loading or scheduler.num_deferred):
+            for request in scheduler.unfinished():
+                self._fail_alone(request, f"there are not enough KV blocks: {self._unreported(overdue[0])}")
+
+    def _fail_alone(self, request: Request, message: str) -> None:
+        logger.error("request %r: %s", request.request_id, message)
+        self.scheduler.fail(request.request_id, message)
+        output = self._outputs.pop(request.request_id, None)
+        if output is not None:
+            delta = Delta(request.request_id, (), output.finish(), True, FinishReason.ERROR.value, message, ())
+            self._settled.append(delta)
+            if output.pending is not None:
+                output.pending.append(delta)
+
     def _transfer_without_a_step(self) -> None:
         """What the connector wants to save or to load asynchronously goes with the next step; where none may come, at
         once."""
@@ -233,26 +298,66 @@ class Engine:
         return deltas
 
     def _collect(self) -> list[Delta]:
-        oldest = self._in_flight.popleft()
-        result = self.runner.collect(oldest)
-        self.poll_connector()
+        oldest = self._in_flight[0]  # until it is collected: after Ctrl-C it can be, again
+        try:
+            result = self.runner.collect(oldest)
+        except Exception as error:
+            self._fail(error)
+            raise
+        self._in_flight.popleft()
+        try:
+            self.poll_connector()
+            events = self.scheduler.update(oldest.plan, result)
+        except Exception as error:
+            self._fail(error, oldest.plan)
+            raise
         for request_id, rows in (result.prompt_logprobs or {}).items():
             if (output := self._outputs.get(request_id)) is not None:
                 output.add_prompt_logprobs(rows)
-        deltas = [delta for event in self.scheduler.update(oldest.plan, result) if (delta := self._delta(event))]
+        deltas = [delta for event in events if (delta := self._delta(event))]
         if not self.scheduler.has_unfinished and not self._in_flight:
             self._transfer_without_a_step()
         return deltas
+
+    def _fail(self, error: BaseException, *plans: StepPlan) -> None:
+        """Ends every request. `plans` are of steps that are not among those in flight here."""
+        message = f"the engine has failed: {type(error).__name__}: {error}"
+        self.failure = EngineDeadError(message)
+        self.failure.__cause__ = error
+        plans = (*plans, *(step.plan for step in self._in_flight))
+        self._in_flight.clear()
+        self._settled.clear()
+        self._outputs.clear()
+        self.scheduler.fail_all(plans, message)
 
     def _launch(self, plan: StepPlan) -> InFlight:
         """A step that cannot be launched fails its requests; the others go on once the caller has heard of it."""
         try:
             return self.runner.launch(plan)
         except BaseException as error:
+            if not self._end_loads(plan):
+                raise
             for request in self.scheduler.discard(plan, f"{type(error).__name__}: {error}"):
                 self._outputs.pop(request.request_id, None)
             self.runner.recover()
             raise
+
+    def _end_loads(self, plan: StepPlan) -> bool:
+        """What a step that was not launched began to load may still be written into its blocks, which others are about
+        to get. False, and the engine has failed, if it does not end."""
+        if self._connector is None or plan.connector_meta is None:
+            return True
+        try:
+            if self._connector.worker.wait_for_loads(DROPPED_LOAD_TIMEOUT_S):
+                return True
+            error: BaseException = ConnectorError(
+                f"{self._connector.name} still writes into KV blocks, {DROPPED_LOAD_TIMEOUT_S:g} s after the step that "
+                f"loads them could not be launched (requests {', '.join(row.request_id for row in plan.rows)})"
+            )
+        except BaseException as raised:  # of a second Ctrl-C too
+            error = raised
+        self._fail(error, plan)
+        return False
 
     def _delta(self, event: TokenEvent) -> Delta | None:
         request = event.request

@@ -15,7 +15,7 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.output import Delta, OutputState
 from ostinato.engine.stats import EngineStats, recording_stats
 from ostinato.errors import ConfigError, OstinatoError
-from ostinato.request import RequestOutput, SamplingParams
+from ostinato.request import FinishReason, RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -180,8 +180,10 @@ class LLM:
         """Ends every request, destroys the recordings as one set, then frees the memory. Safe to call twice."""
         built, self._built = self._built, None
         if built is not None:
-            built.engine.settle()
-            built.close()
+            try:
+                built.engine.settle()
+            finally:
+                built.close()
 
     def __enter__(self) -> Self:
         return self
@@ -259,9 +261,10 @@ class Stream(Iterator[Delta]):
 
     def __next__(self) -> Delta:
         while not self._pending:
-            if self._output.request.finished:
+            request = self._output.request
+            if request.finished and (request.finish_reason is not FinishReason.ERROR or self._engine.failure is None):
                 raise StopIteration
-            self._engine.step()
+            self._engine.step()  # after a fault it says what that was
         return self._pending.popleft()
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from ostinato.runner.runner import Runner
 from ostinato.runner.state import RequestState
 from ostinato.scheduler import Scheduler
 from ostinato.weights.base import Checkpoint
-from ostinato.weights.fingerprint import fingerprint
+from ostinato.weights.fingerprint import fingerprint, full_fingerprint
 
 
 def load_weights(
@@ -129,6 +129,16 @@ def contents_name(config: EngineConfig, checkpoint: Checkpoint, storage: KVStora
     """Names what blocks hold: of which model, in which format, under which scales. Where bits matter, KV computed
     without `batch_invariant`, or elsewhere, is another's. Raises ConfigError where scales are not known yet."""
     model = f"dummy {config.seed}" if config.load_format == "dummy" else fingerprint(checkpoint)
+    return _contents_name(config, model, storage)
+
+
+def updated_contents_name(config: EngineConfig, weights: DecoderWeights, storage: KVStorage) -> str:
+    """As `contents_name`, for weights that may be no checkpoint's: by every bit of them, since an update may change a
+    few values alone. Reads them all, where they are. Raises ConfigError where scales are not known yet."""
+    return _contents_name(config, f"updated {full_fingerprint(weights.named())}", storage)
+
+
+def _contents_name(config: EngineConfig, model: str, storage: KVStorage) -> str:
     if config.batch_invariant:
         model = f"{model} batch_invariant {storage.pool.device.type}"
     scales = storage.scales

@@ -66,6 +66,10 @@ class InFlight:
                 return step.requests
         raise OstinatoError(f"step {step_id} is not in flight")
 
+    def clear(self) -> None:
+        """None of them will ever be collected. What is held behind them is due."""
+        self._steps.clear()
+
     def involves(self, request: Request) -> bool:
         """Whether a step in flight runs tokens of this request."""
         return any(request is other for step in self._steps for other in step.requests)

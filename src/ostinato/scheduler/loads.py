@@ -6,6 +6,7 @@ once the load is reported.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ __all__ = ["Loads"]
 @dataclass(slots=True, eq=False)
 class _Load:
     request: Request
+    begun_s: float  # of `time.monotonic`
     ended: bool = False
 
 
@@ -30,7 +32,7 @@ class Loads:
 
     def __init__(self) -> None:
         self._loads: list[_Load] = []
-        self._dropped: list[tuple[Request, Sequence[int]]] = []
+        self._dropped: list[tuple[_Load, Sequence[int]]] = []
 
     def __len__(self) -> int:
         return len(self._loads)
@@ -59,16 +61,22 @@ class Loads:
 
     def is_dropped(self, request: Request) -> bool:
         """Whether a load that this request has let go of is under way: it cannot have another."""
-        return any(request is other for other, _ in self._dropped)
+        return any(request is load.request for load, _ in self._dropped)
+
+    def under_way_since(self, begun_s: float) -> list[Request]:
+        """Those whose loads have begun at this time of `time.monotonic` or before, and are not reported; also such as
+        have let go of them."""
+        loads = (*self._loads, *(load for load, _ in self._dropped))
+        return [load.request for load in loads if not load.ended and load.begun_s <= begun_s]
 
     def begin(self, request: Request) -> None:
-        insort(self._loads, _Load(request), key=lambda load: order(load.request))
+        insort(self._loads, _Load(request, time.monotonic()), key=lambda load: order(load.request))
 
     def end(self, request: Request) -> Sequence[int] | None:
         """The load is reported: None for a request that goes on with it, or else the blocks that it held until now.
         Raises OstinatoError for a request without a load."""
-        for place, (other, block_ids) in enumerate(self._dropped):
-            if other is request:
+        for place, (load, block_ids) in enumerate(self._dropped):
+            if load.request is request:
                 del self._dropped[place]
                 return block_ids
         if request not in self.requests():
@@ -85,7 +93,7 @@ class Loads:
         load = self._find(request)
         self._loads.remove(load)
         if not load.ended:
-            self._dropped.append((request, block_ids))
+            self._dropped.append((load, block_ids))
         return not load.ended
 
     def _find(self, request: Request) -> _Load:

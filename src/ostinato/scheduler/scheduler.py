@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ostinato.connectors.protocol import AsyncKVConnectorScheduler, KVConnectorScheduler
@@ -111,6 +112,11 @@ class Scheduler:
     def is_loading(self) -> bool:
         """Whether an asynchronous load may still write into blocks, its request's or nobody's any more."""
         return self._loads.any_under_way
+
+    def loading_since(self, begun_s: float) -> list[Request]:
+        """Requests, ended ones too, whose asynchronous loads began at this time of `time.monotonic` or before, and may
+        still write into blocks."""
+        return self._loads.under_way_since(begun_s)
 
     @property
     def num_running(self) -> int:
@@ -251,6 +257,18 @@ class Scheduler:
             self._end(request, FinishReason.ERROR, message)
         self._release_due()
         return failed
+
+    def fail_all(self, plans: Sequence[StepPlan], message: str) -> None:
+        """No step will be collected any more: forget all that are in flight, which `plans` are, and fail every request.
+        Their blocks are free, but for those that a load under way may still write into."""
+        self._in_flight.clear()
+        for request in self.unfinished():
+            self._end(request, FinishReason.ERROR, message)
+        self._release_due()
+        if self._connector is not None:
+            for plan in plans:
+                if plan.connector_meta is not None:
+                    self._connector.step_dropped(plan.connector_meta)
 
     def preempt_all(self, *, weights_changed: bool = False) -> None:
         """The KV cache loses its content: every running request will be recomputed, and no prefix is found any more;

@@ -11,6 +11,7 @@ from typing import Annotated
 from fastapi import FastAPI, Query, Response
 
 from ostinato.engine.llm import LLM
+from ostinato.engine.status import EngineState, refusal
 from ostinato.errors import CapacityError
 from ostinato.server.errors import RETRY_AFTER, APIError
 from ostinato.server.openapi import operation
@@ -26,7 +27,10 @@ def add(app: FastAPI, serving: Serving) -> None:
     @app.post("/sleep", **operation(None))
     async def sleep(level: Annotated[int, Query()] = 1) -> Response:
         """Gives the memory of weights and KV cache back. Level 1 keeps the weights in host memory, level 2 reads them
-        from the checkpoint when woken. Answers once that is done; no effect on what is away already."""
+        from the checkpoint when woken. Answers once that is done; no effect on what is away already. 503 while the
+        server drains: open requests must come to their ends."""
+        if engine.state is EngineState.DRAINING:
+            raise refusal(engine.state)
         await engine.call(lambda llm: llm.sleep(level))
         logger.info("asleep, level %d", level)
         return Response()

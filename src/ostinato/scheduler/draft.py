@@ -11,6 +11,10 @@ from ostinato.step import Admission, RowPlan, StepPlan, TableAppend, TokenMask
 __all__ = ["Draft", "num_planned"]
 
 
+_new_tuple = tuple.__new__
+"""Of a named tuple, without the Python function in between: every row of every step makes one."""
+
+
 def num_planned(request: Request) -> int:
     """The request's length once every sample in flight has arrived."""
     return len(request.tokens) + request.num_in_flight
@@ -25,6 +29,7 @@ class Draft:
     _rows: list[RowPlan] = field(default_factory=list)
     _requests: list[Request] = field(default_factory=list)
     _sorted: bool = True
+    _last_slot: int = -1
     _admissions: list[Admission] = field(default_factory=list)
     _appends: list[TableAppend] = field(default_factory=list)
     _masks: list[TokenMask] = field(default_factory=list)
@@ -56,18 +61,21 @@ class Draft:
 
     def run(self, request: Request, num_tokens: int) -> None:
         """Add the request's row, and count its tokens as computed and its sample as on its way."""
-        slot, start, rows = request.slot, request.num_computed, self._rows
+        slot, start = request.slot, request.num_computed
         assert slot is not None
-        samples = start + num_tokens == len(request.tokens) + request.num_in_flight
-        if rows and slot < rows[-1].slot:
+        end = start + num_tokens
+        samples = end == len(request.tokens) + request.num_in_flight
+        if slot < self._last_slot:
             self._sorted = False
-        rows.append(RowPlan(request.request_id, slot, start, num_tokens, samples))
+        self._last_slot = slot
+        self._rows.append(_new_tuple(RowPlan, (request.request_id, slot, start, num_tokens, samples)))
         self._requests.append(request)
         self.budget -= num_tokens
-        request.num_computed += num_tokens
-        request.num_in_flight += samples
-        if samples and request.grammar is not None:
-            self._masks.append(TokenMask(slot, request.grammar.mask()))
+        request.num_computed = end
+        if samples:
+            request.num_in_flight += 1
+            if request.grammar is not None:
+                self._masks.append(TokenMask(slot, request.grammar.mask()))
 
     def build(self, step_id: int, connector_meta: object | None = None) -> tuple[StepPlan, list[Request]]:
         """The plan, its rows by slot so that a steady batch looks the same at every step, and each row's request."""

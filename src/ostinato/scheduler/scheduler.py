@@ -330,17 +330,21 @@ class Scheduler:
         self._end(request, FinishReason.STOP, None)
         return True
 
-    def _num_to_run(self, request: Request) -> int:
-        """Tokens that could run now. Which tokens may follow in a structure depends on the one that is in flight."""
-        return 0 if request.grammar is not None and request.num_in_flight else self._num_left(request)
-
     def _num_left(self, request: Request) -> int:
         """Tokens without a planned step: none once the last token the request may have is on its way."""
         planned = len(request.tokens) + request.num_in_flight
         return 0 if planned >= request.max_length else planned - request.num_computed
 
     def _plan_running(self, draft: Draft) -> None:
-        wanted = [self._num_to_run(request) for request in self._running]
+        # What each could run now: `_num_left`, but nothing where the tokens that may follow in a structure depend on the
+        # one in flight. Written out, because at 256 rows the calls took a tenth of the host's time for a step.
+        wanted = [
+            0
+            if (planned := len(request.tokens) + request.num_in_flight) >= request.max_length
+            or (request.grammar is not None and request.num_in_flight)
+            else planned - request.num_computed
+            for request in self._running
+        ]
         num_decoding = wanted.count(1)
         for request, num_wanted in zip(tuple(self._running), wanted, strict=True):
             if draft.budget == 0:

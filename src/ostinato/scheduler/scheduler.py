@@ -336,8 +336,8 @@ class Scheduler:
         return 0 if planned >= request.max_length else planned - request.num_computed
 
     def _plan_running(self, draft: Draft) -> None:
-        # What each could run now: `_num_left`, but nothing where which tokens may follow in a structure depends on the one
-        # in flight. Written out, because at 256 rows the calls took a tenth of the host's time for a step.
+        # What each could run now: `_num_left`, but nothing while the token is in flight that says which may follow in a
+        # structure. Written out, because at 256 rows the calls took a tenth of the host's time for a step.
         wanted = [
             0
             if (planned := len(request.tokens) + request.num_in_flight) >= request.max_length

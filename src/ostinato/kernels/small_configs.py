@@ -77,7 +77,10 @@ def _by_shape(kind: Kind, num_out: int, size: int, num_rows: int) -> SmallConfig
     wide = num_rows <= 32
     if kind == "parts":
         block_n = 64 if wide else 16 if num_out < 2048 else 32
-        num_parts = max(1, min(8, _RULE_PROGRAMS // -(-num_out // block_n), size // 512))
+        wanted = max(1, min(8, _RULE_PROGRAMS // -(-num_out // block_n), size // 512))
+        # Parts are whole steps of the loop, so there can be fewer of them than wanted: 29 steps in 7 parts are 6 of 5.
+        steps = -(-size // 128)
+        num_parts = -(-steps // -(-steps // wanted))
         return SmallConfig(block_m, block_n, 128, num_parts, 4, 6, wide, min(512, _power_of_2(size // num_parts)))
     prefetch = min(512, _power_of_2(size))
     if kind == "gated":

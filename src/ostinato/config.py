@@ -18,6 +18,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 CAPTURES = ("eager", "lazy", "background")
 AUTO = "auto"
 LADDERS = ("uniform", "mixed")
+MAX_NUM_SEQS = 1 << 16  # rows are counted in 16 bits on the device (kernels.decode_tiles)
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 
 
@@ -96,6 +97,7 @@ class EngineConfig:
 
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             need(whole(name) and getattr(self, name) >= 1, name, "a whole number of at least 1")
+        need(self.max_num_seqs <= MAX_NUM_SEQS, "max_num_seqs", f"at most {MAX_NUM_SEQS}")
         for name in ("max_model_len", "num_gpu_blocks_override", "max_in_flight"):
             need(getattr(self, name) is None or (whole(name) and getattr(self, name) >= 1), name, "None or at least 1")
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,16 @@ def test_every_request_ends_and_nothing_stays_in_flight(
     engine.scheduler.check_integrity()
     assert engine.scheduler.kv.num_free == llm.stats().num_blocks - 1
     assert str(engine.failure) == "the engine has failed: RuntimeError: put in on purpose"
-    for use in (engine.step, lambda: llm.generate([PROMPTS[0]], greedy(2))):
+    uses: tuple[Callable[[], object], ...] = (
+        engine.step,
+        lambda: llm.generate([PROMPTS[0]], greedy(2)),
+        lambda: llm.sleep(),
+        lambda: llm.wake_up(),
+        lambda: llm.update_weights(()),
+        lambda: llm.reload_weights(),
+        lambda: llm.reconfigure(max_num_seqs=2),
+    )
+    for use in uses:
         with pytest.raises(EngineDeadError, match="the engine has failed: RuntimeError: put in on purpose"):
             use()
     llm.close()

@@ -235,6 +235,7 @@ def test_a_pool_that_cannot_hold_the_request(model: TinyModel) -> None:
         ({"dtype": "int8"}, "dtype"),
         ({"device": "tpu"}, "device"),
         ({"max_in_flight": 3}, "max_in_flight=3"),
+        ({"max_num_seqs": 65_537, "max_num_batched_tokens": 100_000}, "max_num_seqs=65537: must be at most 65536"),
         ({"gpu_memory_utilization": 0.0}, "gpu_memory_utilization=0.0"),
         ({"check": -1}, "check=-1"),
     ],

@@ -1,7 +1,7 @@
 """What changes a running engine between two steps: sleep, other weights, other recordings. Requests stay.
 
 Everything here settles the engine first, so that nothing is in flight, and leaves it as it was where it fails, or says
-in what state it is.
+in what state it is. After a failure of the engine itself everything raises EngineDeadError.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ def sleep(built: Built, level: int) -> None:
     if level not in (1, 2):
         raise ConfigError(f"level={level}: 1 keeps the weights in host memory, 2 does not", field="level")
     engine = built.engine
+    engine.require_alive()
     engine.settle()
     engine.scheduler.preempt_all()
     engine.runner.backend.synchronize()
@@ -86,6 +87,7 @@ def wake_up(built: Built, tags: Sequence[str] | None) -> None:
         if tag not in (WEIGHTS, KV_CACHE):
             raise ConfigError(f"tag {tag!r}: must be {WEIGHTS!r} or {KV_CACHE!r}", field="tags")
     engine = built.engine
+    engine.require_alive()
     wanted = [tag for tag in (WEIGHTS, KV_CACHE) if tag in engine.missing and (tags is None or tag in tags)]
     if WEIGHTS in wanted and not built.weights.is_mapped:
         if not built.weights.take_back():
@@ -108,7 +110,7 @@ def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) ->
     another shape: where others were written before it, the engine then refuses to run until all parameters were
     written. Raises StaleGraphError, by name, if a parameter was replaced by another tensor instead of being written to.
     """
-    _require_mapped(built)
+    _require_writable(built)
     engine, places = built.engine, destinations(built.model_config, built.weights.weights)
     engine.settle()
     scales, new_scales = built.pool.storage.scales, list[tuple[str, torch.Tensor]]()
@@ -143,7 +145,7 @@ def update_weights(built: Built, tensors: Iterable[tuple[str, torch.Tensor]]) ->
 
 def reload_weights(built: Built) -> None:
     """All parameters from the checkpoint, as at the start. Otherwise as `update_weights`."""
-    _require_mapped(built)
+    _require_writable(built)
     built.engine.settle()
     checkpoint = open_checkpoint(built.config.model, built.config.load_format)
     built.engine.scheduler.preempt_all(weights_changed=True)
@@ -171,7 +173,8 @@ def _name_contents(built: Built, checkpoint: Checkpoint | None) -> None:
         connector.set_contents(contents_name(config, checkpoint, storage))
 
 
-def _require_mapped(built: Built) -> None:
+def _require_writable(built: Built) -> None:
+    built.engine.require_alive()
     if not built.weights.is_mapped:
         raise UnavailableError('the weights are away: wake_up(["weights"]) first')
 
@@ -220,6 +223,7 @@ def reconfigure(built: Built, options: dict[str, Any], progress: Progress | None
     if unknown:
         raise ConfigError(f"{', '.join(unknown)} cannot be changed at run time: only {', '.join(RECONFIGURABLE)} can")
     engine, began = built.engine, time.perf_counter()
+    engine.require_alive()
     if engine.missing:
         raise UnavailableError("the engine sleeps: wake_up() first")
     config = _changed(built, options)

@@ -132,7 +132,7 @@ class Engine:
         Raises UnavailableError while the engine sleeps, and EngineDeadError after a fault. A step that cannot be
         collected is one: what it raised is raised, once.
         """
-        self._require_alive()
+        self.require_alive()
         if self._settled:
             return self._take_settled()
         if self.scheduler.has_unfinished:
@@ -203,12 +203,13 @@ class Engine:
     def set_there(self, name: str) -> None:
         self._missing.pop(name, None)
 
-    def _require_alive(self) -> None:
+    def require_alive(self) -> None:
+        """Raises EngineDeadError after a failure: what the device holds is not known any more."""
         if self.failure is not None:
             raise EngineDeadError(str(self.failure)) from self.failure.__cause__
 
     def _require_all(self) -> None:
-        self._require_alive()
+        self.require_alive()
         if self._missing:
             raise UnavailableError("; ".join(f"no {name}: {why}" for name, why in self._missing.items()))
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ostinato.config import MAX_NUM_SEQS
 from ostinato.kernels import decode_tiles, ops, reference_attention, reference_tiles
 from ostinato.kernels.decode_tiles import FIRST_TILE, LAST_TILE, TILE_ROWS, VALID_SHIFT, tile_unit
 from ostinato.kernels.kv_formats import FP8_E4M3, decode, encode
@@ -411,3 +412,7 @@ def test_the_workspace_is_enough_for_every_step(
     for num_rows in range(1, 2 * num_sms // num_kv_heads + 2):
         num_splits = choose_num_splits(num_rows, num_kv_heads, 100_000, num_sms)
         assert num_splits == 1 or num_rows * num_splits * num_heads * (head_size + 1) <= size
+
+
+def test_an_entry_has_room_for_every_row_that_may_run() -> None:
+    assert MAX_NUM_SEQS <= TILE_ROWS

@@ -30,6 +30,7 @@ from ostinato.kernels import ops, triton_small_gemm
 from ostinato.kernels.small_configs import SmallConfig
 from ostinato.kernels.small_tuned import TUNED
 from tune_few import EPS, MODELS, READ_BYTES_PER_S, Heads, Model, random, record, replay_ms
+from tuned_tables import write_table
 
 CONTEXT: Final = 160
 MAX_CONTEXT: Final = 512
@@ -218,13 +219,6 @@ def tune(step: Step, options: dict[str, list[SmallConfig]], deadline: float) -> 
             "count": sum(map(len, tried.values()))}  # fmt: skip
 
 
-def write_table(path: Path) -> None:
-    """The beginning of the file stays."""
-    head = path.read_text().split(" = {")[0]
-    rows = [f"    {key!r}: {value!r},\n".replace("'", '"') for key, value in sorted(TUNED.items())]
-    path.write_text(head + " = {\n" + "".join(rows) + "}\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path)
@@ -278,7 +272,7 @@ def main() -> None:
         print(one.name, num_rows, f"floor {floor:.4f}", result["ms"], result["count"], configs, flush=True)
         args.results.write_text(json.dumps(report))
         if args.write is not None:
-            write_table(args.write)
+            write_table(args.write, "TUNED", TUNED)
         del step
         torch.cuda.empty_cache()
     print(f"done at {time.time() - started:.0f} s")

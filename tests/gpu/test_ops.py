@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import ops
+from ostinato.kernels.reference_sampling import stores_logits
+from ostinato.kernels.small_configs import SmallConfig
 
 from .op_cases import DTYPES, assert_close, normal
 
@@ -209,6 +211,46 @@ def test_sampling_equals_the_cpus(device: torch.device, dtype: torch.dtype, voca
         drawn += int((~pads).sum())
         same += int((expected == ours)[~pads].sum())
     assert same >= drawn - max(1, drawn // 100), f"{drawn - same} of {drawn} draws differ"
+
+
+HEAD_TILES = [
+    SmallConfig(16, 64, 64, 1, num_warps=4, num_stages=3, turned=True, prefetch=128),
+    SmallConfig(64, 128, 64, 1, num_warps=8, num_stages=3, turned=False, prefetch=128),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", HEAD_TILES, ids=str)
+@pytest.mark.parametrize("vocab", [130, 1000, 49152, 151936])
+def test_heads_choose_the_samplers_tokens(
+    device: torch.device, dtype: torch.dtype, config: SmallConfig, vocab: int
+) -> None:
+    """Every one, whatever its row asks for, since logits and values have the same bits; and nothing else is written."""
+    from ostinato.kernels import triton_small_gemm
+    from ostinato.kernels.triton_small_head import launch_head
+
+    num_slots, num_rows, size = 65, 40, 256
+    on_host = sampling_state(num_slots, vocab, seed=vocab)
+    num_logprobs = torch.where(torch.arange(num_slots) % 5 == 0, 3, -1).int()
+    state = ops.SamplingState(*(tensor.to(device) for tensor in on_host))
+    weight = normal(vocab, size, seed=4, dtype=dtype).to(device) / 4
+    for seed in range(3):
+        x = normal(num_rows, size, seed=seed, dtype=dtype).to(device)
+        row_slot = torch.randperm(num_slots, generator=torch.Generator().manual_seed(seed))[:num_rows].int()
+        row_slot[-2:] = num_slots - 1
+        logits = torch.full((num_rows, vocab), float("nan"), dtype=dtype, device=device)
+        expected_logits, adjusted = logits.clone(), torch.empty(num_rows, vocab, device=device)
+        tokens, expected = (torch.full((num_rows + 3,), 7, dtype=torch.int32, device=device) for _ in range(2))
+        slots = row_slot.to(device)
+        triton_small_gemm.launch(config, x, weight, None, expected_logits)
+        ops.sample(expected_logits, slots, state, adjusted, expected)
+        launch_head(config, x, weight, slots, state, num_logprobs.to(device), logits, adjusted, tokens)
+        assert torch.equal(tokens, expected)
+        asked = (on_host.temperature, on_host.top_p, on_host.min_p, on_host.top_k, on_host.flags, num_logprobs)
+        stored = stores_logits(vocab, row_slot, *asked).to(device)
+        assert bool(stored.any()) and not bool(stored.all())
+        assert torch.equal(logits[stored], expected_logits[stored])
+        assert bool(logits[~stored].isnan().all())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

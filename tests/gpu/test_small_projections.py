@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato import LLM, RequestOutput
-from ostinato.kernels import ops
-from ostinato.kernels.small_configs import small_config
+from ostinato import LLM, RequestOutput, SamplingParams
+from ostinato.kernels import ops, small_configs
+from ostinato.kernels.small_configs import HEAD_ROWS, small_config
 from ostinato.models import decoder, projections
 
 from ..e2e.driving import greedy, modes_of
@@ -20,7 +20,9 @@ from .test_engine import NEAR_TIE, V, assert_near_oracle, assert_same_up_to_near
 SIZES = (8, 16, 64)
 
 
-def generate(model: TinyModel, device: torch.device, batch: int, mode: str) -> list[RequestOutput]:
+def generate(
+    model: TinyModel, device: torch.device, batch: int, mode: str, params: SamplingParams | None = None
+) -> list[RequestOutput]:
     """As many prompts as rows, so that decode steps have all of them; under check where there are graphs."""
     options: dict[str, Any] = {
         "device": str(device),
@@ -35,7 +37,7 @@ def generate(model: TinyModel, device: torch.device, batch: int, mode: str) -> l
     }
     prompts = prompts_of([3 + (7 * n) % 23 for n in range(batch)], V, seed=62)
     with LLM(str(model.path), **options) as llm:
-        outputs = llm.generate(prompts, greedy(24, logprobs=5))
+        outputs = llm.generate(prompts, params or greedy(24, logprobs=5))
         if mode != "NONE":
             assert llm.stats().num_checked > 0 and modes_of(llm) != {"NONE"}
     return outputs
@@ -61,6 +63,33 @@ def test_answers_are_those_of_cublas_up_to_rounding(
     plain = generate(model, device, batch, mode)
     assert not called
     assert_near_oracle(model, plain, NEAR_TIE["bfloat16"])
+    assert_same_up_to_near_ties(plain, outputs, NEAR_TIE["bfloat16"])
+
+
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("batch", SIZES)
+def test_heads_that_choose_tokens(
+    small_model: ModelFactory, device: torch.device, monkeypatch: pytest.MonkeyPatch, batch: int, mode: str
+) -> None:
+    """Under check, with a tiling for every number of rows: the answers of logits and sampler, up to near ties where
+    these come from another product. Rows that ask for no log-probabilities, whose logits are not written, have the
+    tokens of rows that do, greedy and drawn."""
+    model = small_model()
+    fields = (16, 64, 64, 1, 4, 3, True, 128)
+    plain = generate(model, device, batch, mode)
+    for rows in HEAD_ROWS:
+        monkeypatch.setitem(small_configs.HEADS, (V, 192, rows), fields)
+    called: set[str] = set()
+    monkeypatch.setattr(decoder.ops, "small_linear_sample", _noting(called, "head", ops.small_linear_sample))
+    outputs = generate(model, device, batch, mode)
+    assert called == {"head"}
+    drawn = {"temperature": 1.0, "seed": 5, "max_tokens": 24, "ignore_eos": True}
+    for asked in (drawn, {**drawn, "temperature": 0.0}):
+        with_logprobs, without = (
+            generate(model, device, batch, mode, SamplingParams(**asked, logprobs=n)) for n in (5, None)
+        )
+        assert [o.outputs[0].token_ids for o in with_logprobs] == [o.outputs[0].token_ids for o in without]
+    assert_near_oracle(model, outputs, NEAR_TIE["bfloat16"])
     assert_same_up_to_near_ties(plain, outputs, NEAR_TIE["bfloat16"])
 
 

@@ -40,7 +40,7 @@ from ostinato.kernels.ops_projections import (
     small_linear,
     small_linear_parts,
 )
-from ostinato.kernels.ops_sampling import SamplingState, logprobs, sample
+from ostinato.kernels.ops_sampling import SamplingState, logprobs, sample, small_linear_sample
 
 __all__ = [
     "DecodeTiles",
@@ -74,6 +74,7 @@ __all__ = [
     "small_gate_up_silu",
     "small_linear",
     "small_linear_parts",
+    "small_linear_sample",
     "wait_loaded",
 ]
 

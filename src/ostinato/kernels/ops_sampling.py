@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.kernels.op_library import Op, no_output, register
 
-__all__ = ["SamplingState", "logprobs", "sample"]
+__all__ = ["SamplingState", "logprobs", "sample", "small_linear_sample"]
 
 
 class SamplingState(NamedTuple):
@@ -38,14 +38,22 @@ class SamplingState(NamedTuple):
     flags: Tensor  # [S]; see FLAG_* in reference_sampling
 
 
+_STATE: Final = ", ".join(f"Tensor {name}" for name in SamplingState._fields)
+
 _OPS: Final = (
     Op(
         "sample",
         "reference_sampling",
         "triton_sampling",
-        "(Tensor logits, Tensor row_slot, "
-        + ", ".join(f"Tensor {name}" for name in SamplingState._fields)
-        + ", Tensor(a!) adjusted, Tensor(b!) sampled) -> ()",
+        f"(Tensor logits, Tensor row_slot, {_STATE}, Tensor(a!) adjusted, Tensor(b!) sampled) -> ()",
+        no_output,
+    ),
+    Op(
+        "small_linear_sample",
+        "reference_small",
+        "triton_small_head",
+        f"(Tensor x, Tensor weight, Tensor row_slot, {_STATE}, Tensor num_logprobs, Tensor(a!) logits, "
+        "Tensor(b!) adjusted, Tensor(c!) sampled) -> ()",
         no_output,
     ),
     Op(
@@ -61,6 +69,7 @@ _OPS: Final = (
 register(_OPS)
 
 _sample: Final = torch.ops.ostinato.sample.default
+_small_linear_sample: Final = torch.ops.ostinato.small_linear_sample.default
 _logprobs: Final = torch.ops.ostinato.logprobs.default
 
 
@@ -72,6 +81,27 @@ def sample(logits: Tensor, row_slot: Tensor, state: SamplingState, adjusted: Ten
     depends on its seed, its number of known tokens and its logits alone. Logits without any finite value give 0.
     """
     _sample(logits, row_slot, *state, adjusted, sampled)
+
+
+def small_linear_sample(
+    x: Tensor,
+    weight: Tensor,
+    row_slot: Tensor,
+    state: SamplingState,
+    num_logprobs: Tensor,
+    logits: Tensor,
+    adjusted: Tensor,
+    sampled: Tensor,
+) -> None:
+    """`small_linear` of the head and `sample` in one: the same tokens as theirs, without most of the logits.
+
+    `x [R, K]`, `weight [V, K]` contiguous, both of the dtype of `logits! [R, V]`; the rest as in `sample`. Logits are
+    written for the rows alone that somebody may ask for them (`reference_sampling.stores_logits`): those with flags,
+    with filters where they apply, or with `num_logprobs [S]` from 0 on. Rows that are not written keep what was there.
+    On CUDA a shape for which `small_configs.head_config` has no config is refused (ValueError); of the weights holds
+    what `small_linear` says.
+    """
+    _small_linear_sample(x, weight, row_slot, *state, num_logprobs, logits, adjusted, sampled)
 
 
 def logprobs(

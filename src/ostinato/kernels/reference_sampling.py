@@ -111,6 +111,24 @@ def sample(
         sampled[r] = _draw(scaled, least, int(seed_lo[s]), int(seed_hi[s]), int(num_tokens[s]))
 
 
+def stores_logits(
+    num_vocab: int,
+    row_slot: Tensor,
+    temperature: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    top_k: Tensor,
+    flags: Tensor,
+    num_logprobs: Tensor,
+) -> Tensor:
+    """Which rows `ops.small_linear_sample` writes the logits of, [R] bool: what it takes to choose the tokens of the
+    others, and nobody reads more of them, is known tile by tile. On any device."""
+    filters = ((top_k > 0) & (top_k < num_vocab)) | (top_p < 1.0) | (min_p > 0.0)
+    wanted = (flags != 0) | (num_logprobs >= 0) | (filters & (temperature >= MIN_TEMPERATURE))
+    slots = row_slot.long()
+    return wanted[slots] & (slots != temperature.shape[0] - 1)
+
+
 def logprobs(
     logits: Tensor, row_slot: Tensor, num_logprobs: Tensor, sampled: Tensor, out_values: Tensor, out_ids: Tensor
 ) -> None:

@@ -11,13 +11,17 @@ import functools
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from ostinato.kernels.small_tuned import TUNED
+from ostinato.kernels.few_configs import MAX_FEW_ROWS
+from ostinato.kernels.small_tuned import HEADS, TUNED
 
-__all__ = ["MAX_SMALL_ROWS", "SMALL_ROWS", "Kind", "SmallConfig", "small_config"]
+__all__ = ["HEAD_ROWS", "MAX_SMALL_ROWS", "SMALL_ROWS", "Kind", "SmallConfig", "head_config", "small_config"]
 
 SMALL_ROWS: Final = (8, 16, 32, 64, 128, 256)
 """The numbers of rows that configs are for; a step of others takes the config of the next one."""
 MAX_SMALL_ROWS: Final = SMALL_ROWS[-1]
+
+HEAD_ROWS: Final = (MAX_FEW_ROWS, *SMALL_ROWS)
+"""The same for heads that choose tokens; the first is for steps whose other products are those of few rows."""
 
 Kind = Literal["plain", "gated", "parts"]
 """A linear (QKV, head); gate, up and SwiGLU's product; a linear whose parts its reader adds up (O, down)."""
@@ -67,6 +71,14 @@ def small_config(kind: Kind, num_out: int, size: int, num_rows: int) -> SmallCon
     if rows > _RULE_ROWS or size % 64 or num_out % 16:
         return None
     return _by_shape(kind, num_out, size, rows)
+
+
+def head_config(num_vocab: int, size: int, num_rows: int) -> SmallConfig | None:
+    """The config of a head [num_vocab, size] that chooses the tokens of some rows itself (`ops.small_linear_sample`),
+    or None where logits are to be written and sampled from: whatever is not in the table."""
+    rows = next((rows for rows in HEAD_ROWS if num_rows <= rows), None)
+    fields = None if rows is None or num_rows < 1 else HEADS.get((num_vocab, size, rows))
+    return None if fields is None else SmallConfig(*fields)
 
 
 def _by_shape(kind: Kind, num_out: int, size: int, num_rows: int) -> SmallConfig | None:

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["TUNED"]
+__all__ = ["HEADS", "TUNED"]
 
 Fields = tuple[int, int, int, int, int, int, bool, int]
+
+HEADS: Final[dict[tuple[int, int, int], Fields]] = {}
+"""Heads that choose tokens themselves (`ops.small_linear_sample`), by (vocabulary, inputs, rows). Empty: nothing is
+listed before it has been measured on a GPU, where it may lose to the separate ops. Written by
+`benchmarks/tune_heads.py --write`."""
 
 TUNED: Final[dict[tuple[str, int, int, int], Fields | None]] = {
     ("gated", 3072, 1024, 8): (16, 32, 128, 1, 4, 6, False, 512),

@@ -17,17 +17,29 @@ from torch import Tensor
 
 from ostinato.kernels import reference_sampling as spec
 from ostinato.kernels.triton_launch import early, start
-from ostinato.kernels.triton_logits import CHUNK, LANE, NO_ID, first_largest, load_logits, noise_tile
+from ostinato.kernels.triton_logits import (
+    CHUNK,
+    LANE,
+    MIN_TEMPERATURE,
+    NO_ID,
+    first_largest,
+    has_filters,
+    load_logits,
+    needs_logits,
+    noise_tile,
+)
 from ostinato.kernels.triton_sampling_filters import FILTER_NUM_WARPS, least_reaching, weigh
 
-__all__ = ["chunk_kernel", "pick_kernel", "sample"]
+__all__ = ["FP_FUSION", "chunk_kernel", "pick_kernel", "sample"]
 
 CHUNK_NUM_WARPS = 2
+FP_FUSION = False
+"""A product and the sum behind it rounded once or twice is the compiler's choice, kernel by kernel. Twice in all that
+find a best value: a row's token is then the same by chunks of stored logits and by the head's tiles."""
 _PENALTIES = tl.constexpr(spec.FLAG_PENALTIES)
 _LOGIT_BIAS = tl.constexpr(spec.FLAG_LOGIT_BIAS)
 _MIN_LENGTH = tl.constexpr(spec.FLAG_MIN_LENGTH)
 _ALLOWED = tl.constexpr(spec.FLAG_ALLOWED)
-_MIN_TEMPERATURE = tl.constexpr(spec.MIN_TEMPERATURE)
 # exp(-40) is less than float32 sees beside 1: tokens further down have no share, and the noise cannot lift them.
 _NO_SHARE = tl.constexpr(40.0)
 
@@ -78,14 +90,18 @@ def chunk_kernel(
     num_biases,
     STOP_PAD: tl.constexpr,
     BIAS_PAD: tl.constexpr,
+    TILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (R, V / CHUNK). Leaves the chunk's best value and token; for a row with filters the best tempered logit."""
+    """Grid (R, V / CHUNK). Leaves the chunk's best value and token; for a row with filters the best tempered logit.
+    TILED: rows that do not need their logits have none, and are left alone."""
     start(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     slot = tl.load(row_slot + row).to(tl.int64)
     if slot == scratch:
+        return
+    if TILED and not needs_logits(flags, temperature, top_k, top_p, min_p, slot, num_vocab):
         return
     logits += row * logits_stride
     adjusted += row * adjusted_stride
@@ -128,19 +144,13 @@ def chunk_kernel(
 
     value = load_logits(logits, adjusted, changes, ids, inside)
     degree = tl.load(temperature + slot)
-    if degree >= _MIN_TEMPERATURE:
+    if degree >= MIN_TEMPERATURE:
         value = value * tl.div_rn(1.0, degree)
-        if not _has_filters(top_k, top_p, min_p, slot, num_vocab):
+        if not has_filters(top_k, top_p, min_p, slot, num_vocab):
             value += noise_tile(chunk, tl.load(seed_lo + slot), tl.load(seed_hi + slot), known)
     best, token = first_largest(value, ids)
     tl.store(best_values + row * tl.num_programs(1) + chunk, best)
     tl.store(best_ids + row * tl.num_programs(1) + chunk, token)
-
-
-@triton.jit
-def _has_filters(top_k, top_p, min_p, slot, num_vocab):
-    keep = tl.load(top_k + slot)
-    return ((keep > 0) & (keep < num_vocab)) | (tl.load(top_p + slot) < 1.0) | (tl.load(min_p + slot) > 0.0)
 
 
 @triton.jit
@@ -158,30 +168,41 @@ def pick_kernel(
     adjusted,
     best_values,
     best_ids,
+    tile_values,
+    tile_ids,
     sampled,
     scratch,
     num_rows,
     num_vocab,
     num_chunks,
+    num_tiles,
     logits_stride,
     adjusted_stride,
     CHUNKS_PAD: tl.constexpr,
+    TILES_PAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Grid (Rmax,)."""
+    """Grid (Rmax,). TILES_PAD above 0: rows that do not need their logits take the best of `tile_values`."""
     start(PDL)
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(row_slot + row, mask=row < num_rows, other=scratch).to(tl.int64)
     if slot == scratch:
         tl.store(sampled + row, -1)
         return
+    if TILES_PAD > 0 and not needs_logits(flags, temperature, top_k, top_p, min_p, slot, num_vocab):
+        tile = tl.arange(0, TILES_PAD)
+        values = tl.load(tile_values + row * num_tiles + tile, mask=tile < num_tiles, other=-float("inf"))
+        ids = tl.load(tile_ids + row * num_tiles + tile, mask=tile < num_tiles, other=NO_ID)
+        _, token = first_largest(values, ids)
+        tl.store(sampled + row, token)
+        return
     chunk = tl.arange(0, CHUNKS_PAD)
     values = tl.load(best_values + row * num_chunks + chunk, mask=chunk < num_chunks, other=-float("inf"))
     ids = tl.load(best_ids + row * num_chunks + chunk, mask=chunk < num_chunks, other=NO_ID)
     largest, token = first_largest(values, ids)
     degree = tl.load(temperature + slot)
-    draws = (degree >= _MIN_TEMPERATURE) & (largest > -float("inf"))
-    if draws & _has_filters(top_k, top_p, min_p, slot, num_vocab):
+    draws = (degree >= MIN_TEMPERATURE) & (largest > -float("inf"))
+    if draws & has_filters(top_k, top_p, min_p, slot, num_vocab):
         logits += row * logits_stride
         adjusted += row * adjusted_stride
         changes = tl.load(flags + slot)
@@ -251,10 +272,14 @@ def sample(
     flags: Tensor,
     adjusted: Tensor,
     sampled: Tensor,
+    tile_values: Tensor | None = None,
+    tile_ids: Tensor | None = None,
 ) -> None:
-    """See `ops.sample`."""
+    """See `ops.sample`. `tile_values [R, N]` float32 and `tile_ids [R, N]`: the best values of N tiles of the
+    vocabulary, as chunks have them, and their tokens; `logits` then holds just the rows that need theirs."""
     num_rows, num_vocab = logits.shape
     num_chunks = triton.cdiv(num_vocab, CHUNK.value)
+    num_tiles = 0 if tile_values is None else tile_values.shape[1]
     scratch = temperature.shape[0] - 1
     best_values = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     best_ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
@@ -267,11 +292,14 @@ def sample(
             scratch, num_vocab, logits.stride(0), adjusted.stride(0),
             output_counts.stride(0), in_prompt.stride(0), allowed.stride(0), stop_ids.stride(0), bias_ids.stride(0),
             STOP_PAD=triton.next_power_of_2(stop_ids.shape[1]), BIAS_PAD=triton.next_power_of_2(bias_ids.shape[1]),
-            num_warps=CHUNK_NUM_WARPS, **early(logits.device),
+            TILED=tile_values is not None, num_warps=CHUNK_NUM_WARPS, enable_fp_fusion=FP_FUSION,
+            **early(logits.device),
         )  # fmt: skip
     pick_kernel[(sampled.shape[0],)](
         logits, row_slot, temperature, top_p, min_p, top_k, seed_lo, seed_hi, num_tokens, flags,
-        adjusted, best_values, best_ids, sampled,
-        scratch, num_rows, num_vocab, num_chunks, logits.stride(0), adjusted.stride(0),
-        CHUNKS_PAD=triton.next_power_of_2(num_chunks), num_warps=FILTER_NUM_WARPS, **early(logits.device),
+        adjusted, best_values, best_ids, tile_values, tile_ids, sampled,
+        scratch, num_rows, num_vocab, num_chunks, num_tiles, logits.stride(0), adjusted.stride(0),
+        CHUNKS_PAD=triton.next_power_of_2(num_chunks),
+        TILES_PAD=triton.next_power_of_2(num_tiles) if num_tiles else 0,
+        num_warps=FILTER_NUM_WARPS, **early(logits.device),
     )  # fmt: skip

@@ -30,11 +30,11 @@ from ostinato.kernels.small_configs import SmallConfig
 from ostinato.kernels.triton_few_tile import swiglu
 from ostinato.kernels.triton_launch import early
 
-__all__ = ["compile_time", "launch", "small_gemm_kernel"]
+__all__ = ["compile_time", "launch", "multiply", "prefetch", "small_gemm_kernel"]
 
 
 @triton.jit
-def _prefetch(
+def prefetch(
     weight, first_row, num_rows, first_input, size,
     BLOCK_N: tl.constexpr, INPUTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -54,6 +54,56 @@ def _prefetch(
             "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; } // $0",
             "=r,l,r,r", [base + offset, asked, CHUNK], dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
+
+
+@triton.jit
+def multiply(
+    x, weight, up_weight, rows, outputs, first_input, num_rows, num_out, size, part_size, x_stride,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr,
+    TURNED: tl.constexpr, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of `x[rows] @ weight[outputs].T` over the part of the inputs that begins at `first_input`, and of
+    `up_weight` if GATED (else zeros): two times [BLOCK_M, BLOCK_N] float32."""
+    inputs = tl.arange(0, BLOCK_K)
+    x_at = x + rows[:, None].to(tl.int64) * x_stride + (first_input + inputs)[None, :]
+    weight_at = outputs[:, None].to(tl.int64) * size + (first_input + inputs)[None, :]
+    live_rows = rows[:, None] < num_rows
+    live_outputs = outputs[:, None] < num_out
+    count = tl.minimum(size - first_input, part_size)
+    if TURNED:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        up_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, count, BLOCK_K, num_stages=STAGES):
+        x_inside, w_inside = live_rows, live_outputs
+        if not EVEN_K:
+            x_inside = x_inside & (k + inputs < count)[None, :]
+            w_inside = w_inside & (k + inputs < count)[None, :]
+        left = tl.load(x_at + k, mask=x_inside, other=0.0)
+        if EVEN_N and EVEN_K:
+            right = tl.load(weight + weight_at + k)
+        else:
+            right = tl.load(weight + weight_at + k, mask=w_inside, other=0.0)
+        if TURNED:
+            acc = tl.dot(right, tl.trans(left), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
+        if GATED:
+            if EVEN_N and EVEN_K:
+                up_right = tl.load(up_weight + weight_at + k)
+            else:
+                up_right = tl.load(up_weight + weight_at + k, mask=w_inside, other=0.0)
+            if TURNED:
+                up_acc = tl.dot(up_right, tl.trans(left), up_acc, input_precision="ieee")
+            else:
+                up_acc = tl.dot(left, tl.trans(up_right), up_acc, input_precision="ieee")
+
+    if TURNED:
+        acc = tl.trans(acc)
+        up_acc = tl.trans(up_acc)
+    return acc, up_acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "part_stride"])
@@ -96,52 +146,18 @@ def small_gemm_kernel(
     if PDL:
         gdc_launch_dependents()
         if PREFETCH > 0:
-            _prefetch(weight, first_out, num_out, first_input, size, BLOCK_N, PREFETCH, LANES)
+            prefetch(weight, first_out, num_out, first_input, size, BLOCK_N, PREFETCH, LANES)
             if GATED:
-                _prefetch(up_weight, first_out, num_out, first_input, size, BLOCK_N, PREFETCH, LANES)
+                prefetch(up_weight, first_out, num_out, first_input, size, BLOCK_N, PREFETCH, LANES)
         gdc_wait()
 
     rows = (tile % num_blocks_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     outputs = first_out + tl.arange(0, BLOCK_N)
-    inputs = tl.arange(0, BLOCK_K)
-    x_at = x + rows[:, None].to(tl.int64) * x_stride + (first_input + inputs)[None, :]
-    weight_at = outputs[:, None].to(tl.int64) * size + (first_input + inputs)[None, :]
+    acc, up_acc = multiply(
+        x, weight, up_weight, rows, outputs, first_input, num_rows, num_out, size, part_size, x_stride,
+        BLOCK_M, BLOCK_N, BLOCK_K, STAGES, GATED, TURNED, EVEN_N, EVEN_K,
+    )  # fmt: skip
     live_rows = rows[:, None] < num_rows
-    live_outputs = outputs[:, None] < num_out
-    count = tl.minimum(size - first_input, part_size)
-    if TURNED:
-        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        up_acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    else:
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in tl.range(0, count, BLOCK_K, num_stages=STAGES):
-        x_inside, w_inside = live_rows, live_outputs
-        if not EVEN_K:
-            x_inside = x_inside & (k + inputs < count)[None, :]
-            w_inside = w_inside & (k + inputs < count)[None, :]
-        left = tl.load(x_at + k, mask=x_inside, other=0.0)
-        if EVEN_N and EVEN_K:
-            right = tl.load(weight + weight_at + k)
-        else:
-            right = tl.load(weight + weight_at + k, mask=w_inside, other=0.0)
-        if TURNED:
-            acc = tl.dot(right, tl.trans(left), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(left, tl.trans(right), acc, input_precision="ieee")
-        if GATED:
-            if EVEN_N and EVEN_K:
-                up_right = tl.load(up_weight + weight_at + k)
-            else:
-                up_right = tl.load(up_weight + weight_at + k, mask=w_inside, other=0.0)
-            if TURNED:
-                up_acc = tl.dot(up_right, tl.trans(left), up_acc, input_precision="ieee")
-            else:
-                up_acc = tl.dot(left, tl.trans(up_right), up_acc, input_precision="ieee")
-
-    if TURNED:
-        acc = tl.trans(acc)
-        up_acc = tl.trans(up_acc)
     inside = outputs < num_out
     if HAS_BIAS:
         biased = inside & (part == 0)

@@ -20,7 +20,7 @@ import torch
 
 from ostinato.kernels import ops
 from ostinato.kernels.few_configs import max_few_rows
-from ostinato.kernels.small_configs import MAX_SMALL_ROWS, SMALL_ROWS
+from ostinato.kernels.small_configs import MAX_SMALL_ROWS, SMALL_ROWS, head_config
 from ostinato.kv.storage import LayerCache
 from ostinato.models.config import ModelConfig
 from ostinato.models.projections import (
@@ -175,6 +175,26 @@ class Decoder:
         """[R, hidden] of the residual stream -> [R, V], written to `out`."""
         self._projections(stream.shape[0]).head(self.weights, stream, self.config.rms_norm_eps, out)
         return out
+
+    def samples_in_head(self, num_rows: int) -> bool:
+        """Whether `sample` takes the place of `logits` and `ops.sample` for that many rows, by the head's shape."""
+        num_vocab, size = self.weights.head.shape
+        return num_rows <= self._max_small_rows and head_config(num_vocab, size, num_rows) is not None
+
+    def sample(
+        self,
+        stream: torch.Tensor,
+        row_slot: torch.Tensor,
+        sampling: ops.SamplingState,
+        num_logprobs: torch.Tensor,
+        logits: torch.Tensor,
+        adjusted: torch.Tensor,
+        sampled: torch.Tensor,
+    ) -> None:
+        """[R, hidden] of the residual stream -> one token a row, and the logits [R, V] of the rows alone that need
+        them. See `ops.small_linear_sample`."""
+        normed = ops.rms_norm(stream, self.weights.norm, self.config.rms_norm_eps)
+        ops.small_linear_sample(normed, self.weights.head, row_slot, sampling, num_logprobs, logits, adjusted, sampled)
 
     def _projections(self, num_rows: int) -> Projections:
         if num_rows <= self._max_few_rows:

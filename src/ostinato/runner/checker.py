@@ -14,6 +14,7 @@ import torch
 from ostinato.errors import StaleGraphError
 from ostinato.graphs.check import Twin
 from ostinato.graphs.dispatch import Decision
+from ostinato.kernels.reference_sampling import stores_logits
 from ostinato.kv.storage import KVStorage
 from ostinato.runner.host_tables import HostTables
 from ostinato.runner.inputs import StepBuffers
@@ -62,14 +63,23 @@ class StepChecker:
         """The recordings have changed: the first replays of every key are the next ones."""
         self._done.clear()
 
-    def run(self, decision: Decision, plan: StepPlan, replay: Callable[[], None], eager: Callable[[], None]) -> None:
-        """Raises StaleGraphError that names request, row, field and both values where the two disagree."""
+    def run(
+        self,
+        decision: Decision,
+        plan: StepPlan,
+        replay: Callable[[], None],
+        eager: Callable[[], None],
+        *,
+        all_logits: bool = True,
+    ) -> None:
+        """Raises StaleGraphError that names request, row, field and both values where the two disagree. `all_logits`:
+        the step writes those of every row, not just of rows that need them (`ops.small_linear_sample`)."""
         first = self._done[decision.mode, decision.key] == 0
         self._done[decision.mode, decision.key] += 1
         self._plan = plan
         self._compare_with_host(plan)
         self._twin.run(self._poisoned(replay), self._poisoned(eager), prove=first)
-        self._refuse_nan(plan)
+        self._refuse_nan(plan, all_logits)
         self.num_checked += 1
 
     def _compare_with_host(self, plan: StepPlan) -> None:
@@ -90,17 +100,28 @@ class StepChecker:
                         f"{held[column]} on the device, the host sent {values[column]}"
                     )
 
-    def _refuse_nan(self, plan: StepPlan) -> None:
+    def _refuse_nan(self, plan: StepPlan, all_logits: bool) -> None:
         if not self._poison:
             return
-        bad = self._buffers.logits[: plan.num_rows].isnan().any(dim=-1).tolist()
-        for index, row in enumerate(plan.rows):
-            if bad[index]:
+        bad, what = self._buffers.logits[: plan.num_rows].isnan().any(dim=-1), ["logits are"] * plan.num_rows
+        if not all_logits:
+            # Logits that are not written are poison still. What would make them NaN is in what the head multiplies.
+            stored, stream = self._stored(plan), self._buffers.work.stream
+            last = stream[self._buffers.logit_index[: plan.num_rows].long()].isnan().any(dim=-1)
+            bad = torch.where(stored, bad, last)
+            what = ["logits are" if one else "residual stream is" for one in stored.tolist()]
+        for index, (row, is_bad) in enumerate(zip(plan.rows, bad.tolist(), strict=True)):
+            if is_bad:
                 raise StaleGraphError(
-                    f"request {row.request_id}, row {index}, state row {row.slot}: logits are NaN: the row has read a "
-                    "padded tail, a free block or the scratch block (all poisoned), or the model itself gives NaN "
+                    f"request {row.request_id}, row {index}, state row {row.slot}: {what[index]} NaN: the row has read "
+                    "a padded tail, a free block or the scratch block (all poisoned), or the model itself gives NaN "
                     "(run without poison to see)"
                 )
+
+    def _stored(self, plan: StepPlan) -> torch.Tensor:
+        state, num_vocab = self._state, self._buffers.logits.shape[1]
+        names = ("temperature", "top_p", "min_p", "top_k", "flags", "num_logprobs")
+        return stores_logits(num_vocab, state["row_slot"][: plan.num_rows], *map(state.named_view, names))
 
     def _poisoned(self, run: Callable[[], None]) -> Callable[[], None]:
         def poisoned() -> None:
@@ -135,7 +156,9 @@ class StepChecker:
         assert plan is not None
         num_rows, num_tokens = plan.num_rows, plan.num_tokens
         written = self._storage.cells(buffers.slot_mapping[:num_tokens].long())
-        # in the order of the step, so that an error names the first thing that went wrong
+        # In the order of the step, so that an error names the first thing that went wrong. Logits that a step does not
+        # write, of rows whose head chooses their token, are in both runs what was there before: poison, or an older
+        # step's.
         seen = {name: getattr(buffers, name) for name in _DERIVED}
         seen |= {
             "kv": written,

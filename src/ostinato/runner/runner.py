@@ -388,6 +388,7 @@ class Runner:
                 plan,
                 replay=lambda: self.store.replay(mode, key),
                 eager=lambda: self._step(mode, key, no_cut),
+                all_logits=not self.model.samples_in_head(self._head_rows(mode, key)),
             )
         else:
             self.store.replay(mode, key)
@@ -443,11 +444,11 @@ class Runner:
             cut,
             num_layers,
         )
-        if mode is RuntimeMode.PIECEWISE:
-            # Run between graphs, the head need not pad its rows: it takes the live ones, whatever the key's limit.
-            cut("head", lambda: self._head(self._live_rows, query_len))
-        else:
-            cut("head", lambda: self._head(key.num_rows, query_len))
+        cut("head", lambda: self._head(self._head_rows(mode, key), query_len))
+
+    def _head_rows(self, mode: RuntimeMode, key: BatchKey) -> int:
+        """Run between graphs, the head need not pad its rows: it takes the live ones, whatever the key's limit."""
+        return self._live_rows if mode is RuntimeMode.PIECEWISE else key.num_rows
 
     def _with_connector(self, connector: KVConnectorWorker, mode: RuntimeMode, cut: Cut) -> Cut:
         """A step waits for each layer's KV before it reads it: in the graph, and in host code where there is some."""
@@ -482,9 +483,14 @@ class Runner:
             stream = buffers.work.stream[:num_rows]
         else:
             stream = buffers.work.stream.index_select(0, buffers.logit_index[:num_rows])
-        logits = self.model.logits(stream, buffers.logits[:num_rows])
+        logits = buffers.logits[:num_rows]
         row_slot = state["row_slot"][:num_rows]
-        ops.sample(logits, row_slot, self._sampling, buffers.adjusted, buffers.sampled)
+        chosen = (buffers.adjusted, buffers.sampled)
+        if self.model.samples_in_head(num_rows):
+            self.model.sample(stream, row_slot, self._sampling, state["num_logprobs"], logits, *chosen)
+        else:
+            self.model.logits(stream, logits)
+            ops.sample(logits, row_slot, self._sampling, *chosen)
         ops.logprobs(
             logits, row_slot, state["num_logprobs"], buffers.sampled, buffers.logprob_values, buffers.logprob_ids
         )

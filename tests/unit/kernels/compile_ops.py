@@ -23,12 +23,12 @@ from ostinato.kernels.triton_sampling_filters import FILTER_NUM_WARPS
 TARGET = GPUTarget("cuda", 90, 32)
 FLOAT_POINTERS = {
     "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "bias_values",
-    "adjusted", "best_values", "chunk_values", "out_values", "cos_sin",
+    "adjusted", "best_values", "tile_values", "chunk_values", "out_values", "cos_sin",
 }  # fmt: skip
 MODEL_POINTERS = {"x", "residual", "weight", "out", "q", "k", "q_weight", "k_weight", "gate_up", "logits"}
 SCALARS = {
     "scratch", "size", "limit", "count", "query_len", "num_rows", "num_search_steps", "max_tokens", "max_rows",
-    "num_vocab", "num_chunks", "num_stop_ids", "num_biases", "ring_size",
+    "num_vocab", "num_chunks", "num_tiles", "num_stop_ids", "num_biases", "ring_size",
 }  # fmt: skip
 
 
@@ -53,10 +53,21 @@ def cases() -> Iterator[tuple[Any, int, dict[str, Any]]]:
     yield triton_step.embed_kernel, 4, {"SIZE": 2048, "BLOCK": triton_step.EMBED_BLOCK}
     yield triton_step.scatter_kernel, 4, {"TILE": triton_step.SCATTER_TILE}
     yield triton_step.advance_kernel, 4, {"TILE": triton_step.ADVANCE_TILE}
-    yield triton_sampling.chunk_kernel, triton_sampling.CHUNK_NUM_WARPS, {"STOP_PAD": 64, "BIAS_PAD": 512}
+    yield (
+        triton_sampling.chunk_kernel,
+        triton_sampling.CHUNK_NUM_WARPS,
+        {"STOP_PAD": 64, "BIAS_PAD": 512, "TILED": False},
+    )
+    yield (
+        triton_sampling.chunk_kernel,
+        triton_sampling.CHUNK_NUM_WARPS,
+        {"STOP_PAD": 64, "BIAS_PAD": 512, "TILED": True},
+    )
     for num_chunks in (12, 38, 64):
         chunks_pad = triton.next_power_of_2(num_chunks)
-        yield triton_sampling.pick_kernel, FILTER_NUM_WARPS, {"CHUNKS_PAD": chunks_pad}
+        untiled = {"CHUNKS_PAD": chunks_pad, "TILES_PAD": 0, "tile_values": None, "tile_ids": None}
+        yield triton_sampling.pick_kernel, FILTER_NUM_WARPS, untiled
+        yield triton_sampling.pick_kernel, FILTER_NUM_WARPS, {"CHUNKS_PAD": chunks_pad, "TILES_PAD": 64 * chunks_pad}
         top_pad = triton.next_power_of_2(num_chunks * 22)
         yield triton_logprobs.logprobs_merge_kernel, 8, {"CHUNKS_PAD": chunks_pad, "TOP_PAD": top_pad}
     yield triton_logprobs.logprobs_chunk_kernel, 8, {}
@@ -97,8 +108,11 @@ def main() -> None:
         }
         source = ASTSource(fn=kernel, signature=signature, constexprs=choices, attrs=aligned)
         options = {"num_warps": num_warps, "launch_pdl": choices.get("PDL", False)}
+        if kernel is triton_sampling.chunk_kernel:
+            options["enable_fp_fusion"] = triton_sampling.FP_FUSION
         compiled = triton.compile(source, target=TARGET, options=options)
         report = {"kernel": kernel.__name__, "choices": choices, "shared_bytes": compiled.metadata.shared}
+        report["num_fused"] = compiled.asm["ptx"].count("fma.rn.f32")
         report["waits"] = compiled.asm["ptx"].count("griddepcontrol.wait")
         print(json.dumps(report | resources(compiled.asm["cubin"])), flush=True)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ostinato.kernels.triton_logits import CHUNK, LANE, noise_tile
+from ostinato.kernels.triton_logits import CHUNK, LANE, noise_of, noise_tile
 from ostinato.kernels.triton_sampling import _least_kept
 
 
@@ -16,6 +16,15 @@ def noise_kernel(out, seeds, num_tokens):
     chunk = tl.program_id(0)
     ids = tl.arange(0, 4)[:, None] * LANE + tl.arange(0, LANE)[None, :] + chunk * CHUNK
     tl.store(out + ids, noise_tile(chunk, tl.load(seeds), tl.load(seeds + 1), tl.load(num_tokens)))
+
+
+@triton.jit
+def noise_of_kernel(out, ids, seeds, lengths, SIZE: tl.constexpr):
+    """Grid (1,): the noise of any SIZE tokens for two rows, `out [2, SIZE]`."""
+    row, column = tl.arange(0, 2)[:, None], tl.arange(0, SIZE)[None, :]
+    all_ids = tl.load(ids + column) + 0 * row
+    found = noise_of(all_ids, tl.load(seeds + row), tl.load(seeds + 2 + row), tl.load(lengths + row))
+    tl.store(out + row * SIZE + column, found)
 
 
 @triton.jit

@@ -41,3 +41,10 @@ def test_all_but_the_first_kernels_wait_for_their_predecessor(reports: list[dict
     """`prepare` is launched in the ordinary way, which is what kernels that read its output early rely on."""
     for report in reports:
         assert report["waits"] == int(report["kernel"] not in ("prepare_kernel", "scatter_kernel")), report
+
+
+def test_chunks_round_a_product_and_a_sum_one_after_the_other(reports: list[dict[str, Any]]) -> None:
+    """As heads that choose tokens do (`triton_sampling.FP_FUSION`)."""
+    chunks = [report for report in reports if report["kernel"] == "chunk_kernel"]
+    assert [report["choices"]["TILED"] for report in chunks] == [False, True]
+    assert all(report["num_fused"] == 0 for report in chunks)

@@ -85,3 +85,16 @@ def test_triton_draws_the_same_stream() -> None:
         expected = torch.from_numpy(gumbel_all(3 * 4096, seed_lo, seed_hi, length))
         # Equal words; the two logarithms may differ in their last bit.
         torch.testing.assert_close(out.cpu(), expected, atol=2e-6, rtol=2e-6)
+
+
+def test_triton_has_the_same_noise_for_any_tokens_and_several_rows() -> None:
+    require_triton()
+    from sampling_probes import noise_of_kernel
+
+    ids = [0, 1, 1023, 1024, 2047, 2048, 3072, 4095, 4096, 5119, 5120, 9999, 151_935, 7, 7, 131_072]
+    lows, highs, lengths = (-5, 2**30), (2**31 - 1, -(2**31)), (4097, 7)
+    out = torch.zeros(2, len(ids), device=TRITON.device)
+    noise_of_kernel[(1,)](out, TRITON.ints(*ids), TRITON.ints(*lows, *highs), TRITON.ints(*lengths), SIZE=len(ids))
+    for row, seeds in enumerate(zip(lows, highs, lengths, strict=True)):
+        expected = torch.from_numpy(gumbel(np.array(ids), *seeds))
+        torch.testing.assert_close(out[row].cpu(), expected, atol=2e-6, rtol=2e-6)

@@ -91,6 +91,10 @@ def example(name: str) -> tuple[Any, ...]:
     if name == "sample":
         sampling = sampling_state(NUM_SLOTS, NUM_VOCAB, temperature=[0.0, 1.0, 1.0], flags=[1, 0, 2], top_p=[0.5] * 3)
         return (logits, slots, *sampling, torch.zeros(4, NUM_VOCAB), filled(9, 4))
+    if name == "small_linear_sample":
+        sampling = sampling_state(NUM_SLOTS, NUM_VOCAB, temperature=[0.0, 1.0, 1.0], flags=[1, 0, 2], top_p=[0.5] * 3)
+        outs = (torch.zeros(3, NUM_VOCAB), torch.zeros(4, NUM_VOCAB), filled(9, 4))
+        return (torch.randn(3, 5), torch.randn(NUM_VOCAB, 5), slots, *sampling, filled(-1, NUM_SLOTS), *outs)
     if name == "logprobs":
         return (logits, slots, ints(2, 0, 1, -1), ints(5, 2, 3), torch.zeros(4, 22), filled(0, 4, 22))
     raise AssertionError(name)
@@ -111,6 +115,7 @@ NAMES = [
     "embed",
     "scatter",
     "sample",
+    "small_linear_sample",
     "logprobs",
     "advance",
     "copy_blocks",

@@ -15,6 +15,7 @@ from ostinato.graphs.mode import LAYER_CUTS, CUDAGraphMode
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+ATTENTION_BACKENDS = ("auto", "FLASH_ATTN", "TRITON_ATTN")
 CAPTURES = ("eager", "lazy", "background")
 AUTO = "auto"
 LADDERS = ("uniform", "mixed")
@@ -38,6 +39,9 @@ class EngineConfig:
     num_gpu_blocks_override  KV blocks; None fills the memory budget.
     gpu_memory_utilization   share of the device that weights, activations, graphs and KV may take together.
     cudagraph_mode           NONE, PIECEWISE, FULL, FULL_DECODE_ONLY or FULL_AND_PIECEWISE.
+    attention_backend        of prompts; decode has kernels of its own. "FLASH_ATTN": FlashAttention-3, on compute
+                             capability 9.0, with dtype and KV of the same 16 bits (`pip install 'ostinato[flash]'`);
+                             "TRITON_ATTN": our kernels; "auto": the first where it can, never with batch_invariant.
     cudagraph_cut            where PIECEWISE cuts a layer. "attention": all of attention runs between graphs;
                              "kv_gather": only writing KV and copying that of the step's rows to a workspace of
                              max_num_seqs x max_model_len tokens, over which the graph attends. All modes then go that
@@ -73,6 +77,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     enforce_eager: bool = False
+    attention_backend: str = "auto"
     capture: str = "eager"
     cudagraph_mode: str = "FULL_AND_PIECEWISE"
     cudagraph_cut: str = "attention"
@@ -103,6 +108,14 @@ class EngineConfig:
         need(self.dtype in DTYPES, "dtype", f"one of {', '.join(DTYPES)}")
         need(self.kv_cache_dtype in KV_CACHE_DTYPES, "kv_cache_dtype", f"one of {', '.join(KV_CACHE_DTYPES)}")
         need(self.load_format in LOAD_FORMATS, "load_format", f"one of {', '.join(LOAD_FORMATS)}")
+        need(
+            self.attention_backend in ATTENTION_BACKENDS, "attention_backend", f"one of {', '.join(ATTENTION_BACKENDS)}"
+        )
+        need(
+            not (self.batch_invariant and self.attention_backend == "FLASH_ATTN"),
+            "attention_backend",
+            "auto or TRITON_ATTN with batch_invariant, which has attention of its own",
+        )
         need(self.capture in CAPTURES, "capture", f"one of {', '.join(CAPTURES)}")
         need(self.cudagraph_cut in LAYER_CUTS, "cudagraph_cut", f"one of {', '.join(LAYER_CUTS)}")
         need(self.block_size & (self.block_size - 1) == 0, "block_size", "a power of two")

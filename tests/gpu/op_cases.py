@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from ostinato.kernels import ops
+from ostinato.kernels.flash_attention import missing
 
 B = 16
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -27,6 +29,13 @@ def assert_close(ours: Tensor, reference: Tensor, dtype: torch.dtype, factor: fl
     scale = reference.abs().clamp(min=1.0)
     worst = ((got - reference).abs() / scale).max().item()
     assert worst < factor * ROUNDING[dtype], f"{what}: off by {worst:.2e}, allowed {factor * ROUNDING[dtype]:.2e}"
+
+
+def need_flash(device: torch.device) -> None:
+    """Skips where there is no FlashAttention-3, with what is missing."""
+    why = missing(device)
+    if why is not None:
+        pytest.skip(f"no FlashAttention-3: {why}")
 
 
 def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,6 +81,24 @@ class AttentionCase:
         )  # fmt: skip
         return out
 
+    def flash_rows(self, singles: bool = True) -> ops.FlashRows:
+        """Of this ragged case, planned where it lies; what nobody may use is out of range."""
+        rows, like = self.num_rows + 1, self.block_table
+        shapes = ((rows, like.shape[1]), (rows + 1,), (rows,), (rows,))
+        plan = ops.FlashRows(*(like.new_full(shape, 2**30) for shape in shapes))
+        self.plan_flash(plan, singles)
+        return plan
+
+    def plan_flash(self, rows: ops.FlashRows, singles: bool = True) -> None:
+        arrays = (self.seq_lens, self.query_start, self.block_table, self.row_slot)
+        ops.plan_flash(*arrays, self.num_rows, self.q.shape[0], self.k_cache.shape[1], rows, singles)
+
+    def run_flash(self, singles: bool = True) -> Tensor:
+        """By FlashAttention."""
+        out = torch.full_like(self.q, float("nan"))
+        ops.flash_attention(self.q, self.k_cache, self.v_cache, self.flash_rows(singles), self.scale, out)
+        return out
+
     def reference(self) -> Tensor:
         """The CPU's op in float32."""
         upcast = {name: getattr(self, name).float().cpu() for name in ("q", "k_cache", "v_cache")}
@@ -90,6 +117,7 @@ def attention_case(
     query_len: int = 0,
     query_lens: Sequence[int] = (),
     width: int | None = None,
+    block_size: int = B,
     num_padded_tokens: int = 0,
     seed: int = 0,
 ) -> AttentionCase:
@@ -97,11 +125,11 @@ def attention_case(
     generator = torch.Generator().manual_seed(seed)
     each = [query_len] * len(lengths) if query_len else list(query_lens)
     num_rows, num_tokens = len(lengths), sum(each) + num_padded_tokens
-    blocks = [-(-length // B) for length in lengths]
+    blocks = [-(-length // block_size) for length in lengths]
     table_width = width or max(*blocks, 1) + 1
     num_blocks = sum(blocks) + 3
     order = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
-    keys = torch.full((num_blocks, B, num_kv_heads, head_size), float("nan"))
+    keys = torch.full((num_blocks, block_size, num_kv_heads, head_size), float("nan"))
     values = keys.clone()
     table = torch.full((num_rows + 2, table_width), num_blocks - 1, dtype=torch.int32)
     slots = torch.randperm(num_rows + 1, generator=generator)[:num_rows].int()
@@ -111,7 +139,7 @@ def attention_case(
         for cache in (keys, values):
             filled = torch.randn((length, num_kv_heads, head_size), generator=generator)
             for index, block in enumerate(mine):
-                part = filled[index * B : (index + 1) * B]
+                part = filled[index * block_size : (index + 1) * block_size]
                 cache[block, : len(part)] = part
         if length == 0:
             slots[row] = num_rows + 1

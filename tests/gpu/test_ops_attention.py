@@ -8,7 +8,7 @@ import torch
 from ostinato.kernels import ops
 from ostinato.kernels.splits import choose_num_splits
 
-from .op_cases import DTYPES, AttentionCase, assert_close, attention_case, normal
+from .op_cases import DTYPES, AttentionCase, assert_close, attention_case, need_flash, normal
 
 FACTOR = 2.0
 
@@ -50,6 +50,13 @@ def check(case: AttentionCase, device: torch.device, *num_splits: int) -> None:
         assert torch.equal(ours, on_device.run(splits)), "two runs of the same kernel differ"
 
 
+def check_flash(case: AttentionCase, device: torch.device) -> None:
+    expected, on_device = case.reference(), case.on(device)
+    ours = on_device.run_flash()
+    assert_close(ours, expected, case.q.dtype, FACTOR, "FlashAttention")
+    assert torch.equal(ours, on_device.run_flash()), "two runs differ"
+
+
 @pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads", "head_size", "query_len"), DECODE)
 def test_decode(
     device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int, query_len: int
@@ -70,9 +77,18 @@ def test_decode(
     check(case, device, 1, 3, 8)
 
 
-@pytest.mark.parametrize(("dtype", "num_heads", "num_kv_heads", "head_size"), RAGGED)
-def test_ragged(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype", "num_heads", "num_kv_heads", "head_size"),
+    [("TRITON_ATTN", *case) for case in RAGGED]
+    + [("FLASH_ATTN", *case) for case in RAGGED if case[0] is not torch.float32]
+    + [("FLASH_ATTN", torch.float16, 4, 2, 192), ("FLASH_ATTN", torch.bfloat16, 8, 8, 256)],
+)
+def test_ragged(
+    device: torch.device, backend: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_size: int
+) -> None:
     """Whole prompts, chunks of them, single tokens, a row with none, and tokens past the last row."""
+    if backend == "FLASH_ATTN":
+        need_flash(device)
     query_lens = [1, 17, 64, 0, 130, 1, 5, 33]
     lengths = [300, 17, 200, 0, 130, 1, 1029, 64]
     case = attention_case(
@@ -85,7 +101,10 @@ def test_ragged(device: torch.device, dtype: torch.dtype, num_heads: int, num_kv
         num_padded_tokens=9,
         seed=head_size,
     )
-    check(case, device, 1)
+    if backend == "FLASH_ATTN":
+        check_flash(case, device)
+    else:
+        check(case, device, 1)
 
 
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8, 16])

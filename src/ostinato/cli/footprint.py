@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ostinato.config import EngineConfig
-from ostinato.engine.resolve import resolve_dtype, resolve_gather, resolve_ladders, resolve_max_model_len
+from ostinato.engine.resolve import resolve_dtype, resolve_flash, resolve_gather, resolve_ladders, resolve_max_model_len
 from ostinato.graphs.dispatch import Dispatcher
-from ostinato.kernels.kv_formats import kv_format
+from ostinato.kernels.kv_formats import KVFormat, kv_format
 from ostinato.models.config import ModelConfig, parse_config
 from ostinato.models.weights import allocate, check_names, destinations
 from ostinato.runner import memory
@@ -81,6 +81,7 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
         device=_META,
         gather=resolve_gather(config, max_model_len, form.dtype),
         tiles=TileShape(max_model_len, config.block_size, _NUM_SMS) if device_type == "cuda" else None,
+        flash_width=layout.table_width if _uses_flash(config, model_config, form, dtype, device_type) else 0,
     )
     weight_bytes = weights.num_bytes()
     embed = weights.embed.numel() * dtype.itemsize
@@ -100,6 +101,15 @@ def footprint(config: EngineConfig, device_type: str) -> Footprint:
         mixed_sizes=mixed,
         num_recordings=len(Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs).keys()),
     )
+
+
+def _uses_flash(
+    config: EngineConfig, model_config: ModelConfig, form: KVFormat, dtype: torch.dtype, device_type: str
+) -> bool:
+    """For a device that is not here, what the option says."""
+    if device_type == "cuda" and not torch.cuda.is_available():
+        return config.attention_backend == "FLASH_ATTN"
+    return resolve_flash(config, model_config, form, dtype, torch.device(config.device or device_type))
 
 
 def _activation_bytes(config: ModelConfig, num_tokens: int, itemsize: int) -> int:

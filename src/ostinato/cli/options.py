@@ -12,7 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ostinato.config import AUTO, CAPTURES, DTYPES, KV_CACHE_DTYPES, LADDERS, LOAD_FORMATS, EngineConfig
+from ostinato.config import (
+    ATTENTION_BACKENDS,
+    AUTO,
+    CAPTURES,
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LADDERS,
+    LOAD_FORMATS,
+    EngineConfig,
+)
 from ostinato.errors import ConfigError
 from ostinato.graphs.mode import LAYER_CUTS, CUDAGraphMode
 from ostinato.request import SamplingParams, StructuredOutputsParams
@@ -102,6 +111,7 @@ ENGINE_OPTIONS = (
     Option("gpu_memory_utilization", float, "share of the device that the engine may take", "F"),
     Option("enable_prefix_caching", None, "reuse the KV of equal prompt beginnings"),
     Option("enforce_eager", None, "no graphs and no compile"),
+    Option("attention_backend", str, f"of prompts: {', '.join(ATTENTION_BACKENDS)}", "NAME"),
     Option("capture", str, f"when graphs are recorded: {', '.join(CAPTURES)}", "WHEN"),
     Option("cudagraph_mode", str, ", ".join(CUDAGraphMode.__members__), "MODE"),
     Option("cudagraph_cut", str, f"where PIECEWISE cuts a layer: {', '.join(LAYER_CUTS)}", "PLACE"),

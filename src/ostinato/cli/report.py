@@ -73,7 +73,8 @@ def describe_memory(memory: MemoryStat) -> str:
 def print_stats(stats: EngineStats, console: Console) -> None:
     """Mode and backend, steps, KV blocks and start-up: everything `LLM.stats` has to say."""
     console.print(
-        f"mode {stats.resolved_mode} on the {stats.backend} backend ({stats.device}, {stats.dtype}); "
+        f"mode {stats.resolved_mode} on the {stats.backend} backend ({stats.device}, {stats.dtype}), attention "
+        f"of prompts {stats.attention_backend}; "
         f"{stats.num_recordings} recordings in {stats.capture_s:.2f} s, {format_bytes(stats.recording_bytes)}"
     )
     if stats.num_checked:

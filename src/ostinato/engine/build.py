@@ -27,6 +27,7 @@ from ostinato.engine.resolve import (
     num_in_flight,
     resolve_device,
     resolve_dtype,
+    resolve_flash,
     resolve_kv_format,
     resolve_ladders,
     resolve_max_model_len,
@@ -110,6 +111,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
     model_config = parse_config(checkpoint.config)
     dtype = resolve_dtype(config.dtype, model_config, device)
     form = resolve_kv_format(config.kv_cache_dtype, dtype, device)
+    flash = resolve_flash(config, model_config, form, dtype, device)
     max_model_len = resolve_max_model_len(config, model_config)
     uniform, mixed = resolve_ladders(config)
     ranges = make_ranges(config, device)
@@ -138,7 +140,7 @@ def _build(config: EngineConfig, progress: Progress | None, undo: ExitStack) -> 
         undo.callback(connector.close)
     dispatcher = Dispatcher(config.resolved_mode, uniform, mixed, config.max_num_seqs)
     worker = None if connector is None else connector.worker
-    runner = make_runner(config, model, pool, dispatcher, max_model_len, worker)
+    runner = make_runner(config, model, pool, dispatcher, max_model_len, worker, flash=flash)
     undo.callback(runner.close)
     clock.lap("buffers")
     warm = warm_up(runner)
@@ -224,9 +226,11 @@ def _report(built: Built) -> None:
         ladder = built.uniform_sizes or built.mixed_sizes
         live, padded = worst_padding(ladder)
         logger.info(
-            "%s on %s: %d recordings, ladder %s, worst padding %d -> %d, %d KV blocks of %d tokens; start-up %s",
+            "%s on %s, attention of prompts %s: %d recordings, ladder %s, worst padding %d -> %d, "
+            "%d KV blocks of %d tokens; start-up %s",
             mode.value,
             built.engine.runner.backend.name,
+            built.engine.runner.attention_backend,
             store.num_recordings,
             list(ladder),
             live,

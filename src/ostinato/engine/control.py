@@ -27,7 +27,7 @@ from ostinato.engine.parts import (
     updated_contents_name,
     warm_up,
 )
-from ostinato.engine.resolve import resolve_kv_format, resolve_ladders
+from ostinato.engine.resolve import resolve_flash, resolve_kv_format, resolve_ladders
 from ostinato.engine.stats import RecordingStat, recording_stats
 from ostinato.errors import CapacityError, ConfigError, UnavailableError, WeightError
 from ostinato.graphs.dispatch import Dispatcher
@@ -298,7 +298,9 @@ def _change_sizes(built: Built, config: EngineConfig, dispatcher: Dispatcher, pr
     worker = None if built.connector is None else built.connector.worker
     pool = old_pool if _same_format(config, built) else _other_pool(built, config)
     try:
-        new = make_runner(config, old.model, pool, dispatcher, built.max_model_len, worker)
+        form = resolve_kv_format(config.kv_cache_dtype, built.dtype, built.device)
+        flash = resolve_flash(config, built.model_config, form, built.dtype, built.device)
+        new = make_runner(config, old.model, pool, dispatcher, built.max_model_len, worker, flash=flash)
     except BaseException:
         if pool is not old_pool:
             pool.close()

@@ -120,6 +120,7 @@ class LLM:
             capture_sizes=built.uniform_sizes,
             mixed_capture_sizes=built.mixed_sizes,
             backend=runner.backend.name,
+            attention_backend=runner.attention_backend,
             device=str(built.device),
             dtype=str(built.dtype).removeprefix("torch."),
             kv_cache_dtype=built.pool.storage.name,

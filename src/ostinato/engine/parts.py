@@ -160,9 +160,12 @@ def make_runner(
     dispatcher: Dispatcher,
     max_model_len: int,
     connector: KVConnectorWorker | None,
+    *,
+    flash: bool,
 ) -> Runner:
-    """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay. Raises
-    CapacityError where there is no room for the workspace of `cudagraph_cut`."""
+    """State, buffers and an empty store for the sizes in `config`, over a model and a KV pool that stay. `flash`:
+    FlashAttention attends for prompts. Raises CapacityError where there is no room for the workspace of
+    `cudagraph_cut`."""
     weights, model_config = model.weights.embed, model.config
     gather = resolve_gather(config, max_model_len, pool.storage.pool.dtype)
     if gather is not None:
@@ -188,6 +191,7 @@ def make_runner(
             device=weights.device,
             gather=gather,
             tiles=tile_shape(config.block_size, max_model_len, weights.device),
+            flash_width=layout.table_width if flash else 0,
         ),
         backend=make_backend(weights.device),
         dispatcher=dispatcher,

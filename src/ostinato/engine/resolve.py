@@ -10,6 +10,7 @@ from ostinato.config import EngineConfig
 from ostinato.errors import ConfigError
 from ostinato.graphs.buckets import mixed_ladder, uniform_ladder
 from ostinato.graphs.mode import RuntimeMode
+from ostinato.kernels import flash_attention
 from ostinato.kernels.kv_formats import KVFormat, kv_format
 from ostinato.models.config import ModelConfig
 from ostinato.runner.inputs import GatherShape
@@ -56,6 +57,25 @@ def resolve_max_model_len(config: EngineConfig, model_config: ModelConfig) -> in
     if config.max_model_len > limit:
         raise ConfigError(f"max_model_len={config.max_model_len} is above the model's {limit} positions")
     return config.max_model_len
+
+
+def resolve_flash(
+    config: EngineConfig, model_config: ModelConfig, form: KVFormat, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether FlashAttention attends for prompts. Raises ConfigError where it was asked for and cannot."""
+    if config.attention_backend == "TRITON_ATTN" or config.batch_invariant:
+        return False
+    why = flash_attention.unsupported(
+        model_config.head_dim,
+        dtype,
+        form.dtype,
+        block_size=config.block_size,
+        max_rows=config.max_num_seqs,
+        max_tokens=config.max_num_batched_tokens,
+    ) or flash_attention.missing(device)
+    if why is not None and config.attention_backend == "FLASH_ATTN":
+        raise ConfigError(f"attention_backend='FLASH_ATTN': {why}; use attention_backend='auto'")
+    return why is None
 
 
 def resolve_gather(config: EngineConfig, max_model_len: int, dtype: torch.dtype) -> GatherShape | None:

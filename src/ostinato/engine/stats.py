@@ -101,6 +101,7 @@ class EngineStats:
     capture_sizes: tuple[int, ...]
     mixed_capture_sizes: tuple[int, ...]
     backend: str
+    attention_backend: str
     device: str
     dtype: str
     kv_cache_dtype: str

@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.decode_tiles import DecodeTiles
+from ostinato.kernels.flash_attention import FlashRows
 from ostinato.kernels.op_library import Op, no_output, register
 from ostinato.kernels.ops_attention import (
     attend_tiles,
     attention,
     decode_attention,
+    flash_attention,
     invariant_attention,
     kv_write,
+    plan_flash,
     plan_tiles,
     rope_write,
 )
@@ -44,6 +47,7 @@ from ostinato.kernels.ops_sampling import SamplingState, logprobs, sample, small
 
 __all__ = [
     "DecodeTiles",
+    "FlashRows",
     "SamplingState",
     "add_parts",
     "add_parts_rms_norm",
@@ -57,12 +61,14 @@ __all__ = [
     "few_gate_up_silu",
     "few_linear_residual",
     "few_norm_linear",
+    "flash_attention",
     "gather_blocks",
     "invariant_attention",
     "invariant_linear",
     "invariant_silu_mul",
     "kv_write",
     "logprobs",
+    "plan_flash",
     "plan_tiles",
     "prepare",
     "rms_norm",

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.decode_tiles import DecodeTiles, require_cells
+from ostinato.kernels.flash_attention import FlashRows
 from ostinato.kernels.op_library import Op, no_output, register
 
 __all__ = [
     "attend_tiles",
     "attention",
     "decode_attention",
+    "flash_attention",
     "invariant_attention",
     "kv_write",
+    "plan_flash",
     "plan_tiles",
     "rope_write",
 ]
@@ -60,6 +63,23 @@ _OPS: Final = (
         no_output,
     ),
     Op(
+        "plan_flash",
+        "reference_flash",
+        "triton_flash_rows",
+        "(Tensor seq_lens, Tensor query_start, Tensor block_table, Tensor row_slot, int num_rows, int num_tokens, "
+        "int block_size, bool singles, Tensor(a!) page_table, Tensor(b!) edges, Tensor(c!) queries, Tensor(d!) keys) "
+        "-> ()",
+        no_output,
+    ),
+    Op(
+        "flash_attention",
+        "reference_flash",
+        "flash_attention",
+        "(Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor edges, Tensor queries, Tensor keys, "
+        "float scale, Tensor(a!) out) -> ()",
+        no_output,
+    ),
+    Op(
         "rope_write",
         "reference_tiles",
         "triton_rope_write",
@@ -93,6 +113,8 @@ _kv_write: Final = torch.ops.ostinato.kv_write.default
 _attention: Final = torch.ops.ostinato.attention.default
 _plan_tiles: Final = torch.ops.ostinato.plan_tiles.default
 _attend_tiles: Final = torch.ops.ostinato.attend_tiles.default
+_plan_flash: Final = torch.ops.ostinato.plan_flash.default
+_flash_attention: Final = torch.ops.ostinato.flash_attention.default
 _rope_write: Final = torch.ops.ostinato.rope_write.default
 _decode_attention: Final = torch.ops.ostinato.decode_attention.default
 _invariant_attention: Final = torch.ops.ostinato.invariant_attention.default
@@ -228,6 +250,37 @@ def attend_tiles(
         partials,
         kv_scales,
     )
+
+
+def plan_flash(
+    seq_lens: Tensor,
+    query_start: Tensor,
+    block_table: Tensor,
+    row_slot: Tensor,
+    num_rows: int,
+    num_tokens: int,
+    block_size: int,
+    rows: FlashRows,
+    singles: bool = True,
+) -> None:
+    """Writes down a ragged step's rows for `flash_attention`, and the tokens behind them as one more row without keys.
+
+    `seq_lens [>=num_rows]`, `query_start [>=num_rows + 1]`, `block_table [S, W]`, `row_slot [>=num_rows]`,
+    `num_tokens`: T of the step. Of `rows!` `page_table [>=num_rows + 1, W]`, in which what lies behind a row's last
+    block stays, `edges [>=num_rows + 2]`, `queries` and `keys [>=num_rows + 1]`. `singles` false: rows of one token
+    have no queries. A row longer than its table counts as one that fills it.
+    """
+    _plan_flash(seq_lens, query_start, block_table, row_slot, num_rows, num_tokens, block_size, singles, *rows)
+
+
+def flash_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, rows: FlashRows, scale: float, out: Tensor) -> None:
+    """`attention` of the rows that `plan_flash` wrote down; tokens of rows without queries stay as they are. On CUDA
+    by FlashAttention-3, where `flash_attention.missing` and `unsupported` have nothing to say against it.
+
+    `q [T, H, D]`, `k_cache [N, B, G, D]`, `v_cache [N, B, G, D]`, `out! [T, H, D]`, all of one dtype; `rows` of exactly
+    the step's R + 1 rows.
+    """
+    _flash_attention(q, k_cache, v_cache, *rows, scale, out)
 
 
 def rope_write(

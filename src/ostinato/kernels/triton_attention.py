@@ -16,7 +16,7 @@ from ostinato.kernels.triton_attention_decode import MAX_QUERY_LEN, decode_atten
 from ostinato.kernels.triton_attention_prefill import prefill_call
 from ostinato.kernels.triton_launch import KernelCall, PreparedCall
 
-__all__ = ["attention", "prepared_decode", "prepared_ragged"]
+__all__ = ["attention", "prepared_around", "prepared_decode", "prepared_ragged"]
 
 
 def attention(
@@ -82,7 +82,24 @@ def prepared_ragged(
     return run
 
 
-def _in_turn(*calls: KernelCall) -> Callable[[], None]:
+def prepared_around(
+    write: KernelCall, attend: Callable[[], None], singles: KernelCall, device: torch.device
+) -> Callable[[], None]:
+    """As `prepared_ragged`, with the attention of the rows of several tokens by a function that launches it itself."""
+    if not write.can_be_prepared:
+        return _in_turn(write, attend, singles)
+    first, last, current = PreparedCall(write), PreparedCall(singles), _stream_of(device)
+
+    def run() -> None:
+        stream = current()
+        first.launch(stream, *first.grid)
+        attend()
+        last.launch(stream, *last.grid)
+
+    return run
+
+
+def _in_turn(*calls: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         for call in calls:
             call()

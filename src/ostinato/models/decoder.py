@@ -53,6 +53,7 @@ class AttentionArgs:
     num_rows: int
     query_len: int  # of every row; 0: ragged
     num_splits: int
+    flash: ops.FlashRows | None  # the rows of a ragged step that FlashAttention is to attend for
     live_rows: Callable[[], int]  # of the step at hand: the first ones, at most num_rows; read on the host
 
 
@@ -323,7 +324,7 @@ class _Attention:
         return call
 
     def _prepared(self) -> Callable[[], None]:
-        from ostinato.kernels.triton_attention import prepared_decode, prepared_ragged
+        from ostinato.kernels.triton_attention import prepared_around, prepared_decode, prepared_ragged
         from ostinato.kernels.triton_attention_prefill import prefill_call
         from ostinato.kernels.triton_decode_fused import decode_call
         from ostinato.kernels.triton_decode_tiles import attend_tiles_call
@@ -337,10 +338,14 @@ class _Attention:
         singles = attend_tiles_call(self.query, k_cache, v_cache, *self._tiles_args(a.tiles))
         if self.fused:
             return prepared_decode(rope_write_call(*self._turned_and_written()), singles, device=device)
+        write = kv_write_call(self.key, self.value, k_cache, v_cache, a.slot_mapping, scales)
+        if (flash := a.flash) is not None:
+            attend = partial(ops.flash_attention, self.query, k_cache, v_cache, flash, self.model.scale, self.out)
+            return prepared_around(write, attend, singles, device)
         rows = (a.block_table, a.row_slot, a.query_start, a.seq_lens)
         over = (self.query, k_cache, v_cache, *rows, self.model.scale, a.num_rows, self.out)
         return prepared_ragged(
-            kv_write_call(self.key, self.value, k_cache, v_cache, a.slot_mapping, scales),
+            write,
             prefill_call(*over, scales, singles=False),
             singles,
             device,
@@ -380,21 +385,24 @@ class _Attention:
             )
             return
         tiles = a.tiles if a.query_len == 0 else None
-        ops.attention(
-            self.query,
-            k_cache,
-            v_cache,
-            block_table,
-            row_slot,
-            a.query_start,
-            a.seq_lens,
-            model.scale,
-            a.query_len,
-            a.num_rows,
-            a.num_splits,
-            self.out,
-            scales,
-            tiles is None,
-        )
+        if a.flash is not None:
+            ops.flash_attention(self.query, k_cache, v_cache, a.flash, model.scale, self.out)
+        else:
+            ops.attention(
+                self.query,
+                k_cache,
+                v_cache,
+                block_table,
+                row_slot,
+                a.query_start,
+                a.seq_lens,
+                model.scale,
+                a.query_len,
+                a.num_rows,
+                a.num_splits,
+                self.out,
+                scales,
+                tiles is None,
+            )
         if tiles is not None:
             ops.attend_tiles(self.query, k_cache, v_cache, *self._tiles_args(tiles))

@@ -20,6 +20,7 @@ from ostinato.kernels.decode_tiles import (
     tile_programs,
     tile_unit,
 )
+from ostinato.kernels.flash_attention import FlashRows
 from ostinato.models.config import ModelConfig
 from ostinato.models.decoder import GatheredKV, Workspace
 
@@ -55,7 +56,8 @@ class TileShape:
 
 class StepBuffers:
     """`pads` names the value that each derived input holds outside the live part of a step. `gather`: there is a
-    workspace for gathered keys and values. `tiles`: rows may be attended to tile by tile (CUDA)."""
+    workspace for gathered keys and values. `tiles`: rows may be attended to tile by tile (CUDA). `flash_width`: blocks
+    of a row's table, where FlashAttention attends for prompts; else 0."""
 
     pads: ClassVar = {
         "token_ids": 0,
@@ -77,6 +79,7 @@ class StepBuffers:
         device: torch.device,
         gather: GatherShape | None = None,
         tiles: TileShape | None = None,
+        flash_width: int = 0,
     ) -> None:
         def ints(size: int, pad: int) -> torch.Tensor:
             return torch.full((size,), pad, dtype=torch.int32, device=device)
@@ -109,6 +112,10 @@ class StepBuffers:
         self.tile_info = ints(num_tiles * 2, 0)
         self.tile_cells = ints(num_cells, 0)
         self.attention_partials = floats(num_floats, kind=torch.float32)
+        flash_rows = max_rows + 1 if flash_width else 0  # one of padding
+        self.flash_page_table = ints(flash_rows * flash_width, 0).view(flash_rows, flash_width)
+        self.flash_edges = ints(flash_rows + 1 if flash_width else 0, 0)
+        self.flash_queries, self.flash_keys = ints(flash_rows, 0), ints(flash_rows, 0)
         self.logits = floats(max_rows, config.vocab_size)
         self.adjusted = floats(max_rows, config.vocab_size, kind=torch.float32)
         self.logprob_values = floats(max_rows, LOGPROB_COLUMNS, kind=torch.float32)
@@ -124,6 +131,10 @@ class StepBuffers:
             "tile_starts",
             "tile_info",
             "tile_cells",
+            "flash_page_table",
+            "flash_edges",
+            "flash_queries",
+            "flash_keys",
             "logits",
             "adjusted",
             "logprob_values",
@@ -147,6 +158,17 @@ class StepBuffers:
         num_programs = tile_programs(config, num_kv_heads, shape.num_sms)
         info = self.tile_info.view(-1, 2)
         return DecodeTiles(self.tile_starts, info, cells, config.tile, num_programs, block_cells)
+
+    @property
+    def has_flash(self) -> bool:
+        """Whether FlashAttention attends for prompts."""
+        return self.flash_page_table.numel() > 0
+
+    def flash_rows(self, num_rows: int) -> FlashRows:
+        """Where the rows of a step are written down for FlashAttention: `num_rows` and one of padding."""
+        rows = num_rows + 1
+        parts = (self.flash_page_table[:rows], self.flash_edges[: rows + 1])
+        return FlashRows(*parts, self.flash_queries[:rows], self.flash_keys[:rows])
 
     @property
     def gather_bytes(self) -> int:

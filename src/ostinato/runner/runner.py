@@ -29,6 +29,7 @@ from ostinato.graphs.statics import Statics
 from ostinato.graphs.store import GraphStore
 from ostinato.kernels import ops
 from ostinato.kernels.decode_tiles import DecodeTiles, block_cells, tile_config
+from ostinato.kernels.flash_attention import MIN_TOKENS
 from ostinato.kernels.splits import choose_num_splits
 from ostinato.kv.storage import KVScales, KVStorage
 from ostinato.models.decoder import AttentionArgs, Decoder
@@ -279,6 +280,13 @@ class Runner:
         self._observer = observer
 
     @property
+    def attention_backend(self) -> str:
+        """Of prompts, by vLLM's name."""
+        if self.buffers.has_flash:
+            return "FLASH_ATTN"
+        return "TRITON_ATTN" if self._cuda else "CPU_ATTN"
+
+    @property
     def num_checked(self) -> int:
         """Replays that were compared with an eager run, bit for bit."""
         return self._checker.num_checked if self._checker is not None else 0
@@ -421,18 +429,14 @@ class Runner:
             buffers.seq_lens,
             buffers.logit_index,
         )
-        attention = self._attention_args(key)
+        attention, gathered = self._attention_args(key), buffers.work.gathered
+        tables = (state["block_table"], state["row_slot"]) if gathered is None else gathered.tables
+        rows = (buffers.seq_lens, state["query_start"], *tables)
         if attention.tiles is not None:
-            gathered = buffers.work.gathered
-            ops.plan_tiles(
-                buffers.seq_lens,
-                state["query_start"],
-                *((state["block_table"], state["row_slot"]) if gathered is None else gathered.tables),
-                query_len,
-                key.num_rows,
-                self._block_size,
-                attention.tiles,
-            )
+            ops.plan_tiles(*rows, query_len, key.num_rows, self._block_size, attention.tiles)
+        if attention.flash is not None:
+            singles = attention.tiles is None
+            ops.plan_flash(*rows, key.num_rows, key.num_tokens, self._block_size, attention.flash, singles)
         if self._connector is not None:
             cut = self._with_connector(self._connector, mode, cut)
         self.model.forward(
@@ -526,6 +530,7 @@ class Runner:
             num_rows=key.num_rows,
             query_len=key.query_len or 0,
             num_splits=num_splits,
+            flash=self._flash(key),
             live_rows=lambda: self._live_rows,
         )
 
@@ -542,6 +547,12 @@ class Runner:
         gathered = buffers.work.gathered
         cache = self.storage.layers[0].keys if gathered is None else gathered.keys
         return buffers.decode_tiles(tile_config(config.head_dim, *sizes), config.num_kv_heads, block_cells(cache))
+
+    def _flash(self, key: BatchKey) -> ops.FlashRows | None:
+        """Where the key has room for more than a short prompt beside others."""
+        if not self.buffers.has_flash or key.query_len or key.num_tokens < MIN_TOKENS:
+            return None
+        return self.buffers.flash_rows(key.num_rows)
 
     # -- the host's differences --------------------------------------------------------------------------------------
 

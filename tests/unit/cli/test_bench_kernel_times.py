@@ -106,6 +106,8 @@ def test_by_layer() -> None:
         ("decode_kernel", True),
         ("prefill_kernel", True),
         ("paged_attention_v2", True),
+        ("void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...> > >", True),
+        ("flash::prepare_varlen_num_blocks_kernel", False),
         ("merge_kernel", False),
         ("combine_kernel", False),
         ("norm_linear_kernel", False),

@@ -28,7 +28,8 @@ from ostinato.request import SamplingParams, StructuredOutputsParams
 GOLDEN_ENGINE_FLAGS = """
     --device --dtype --kv-cache-dtype --calculate-kv-scales --load-format --max-model-len --max-num-seqs
     --max-num-batched-tokens --block-size
-    --num-gpu-blocks-override --gpu-memory-utilization --enable-prefix-caching --enforce-eager --capture
+    --num-gpu-blocks-override --gpu-memory-utilization --enable-prefix-caching --enforce-eager
+    --attention-backend --capture
     --cudagraph-mode --cudagraph-cut --cudagraph-capture-sizes --kv-transfer-config
     --max-in-flight --compile --batch-invariant --enable-layerwise-nvtx-tracing --engine-seed --check --poison
 """

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato import LLM
 from ostinato.cli.main import main
@@ -43,6 +44,17 @@ def test_for_a_gpu_that_is_not_here(model: str, capsys: pytest.CaptureFixture[st
     assert 0 <= budget - used < 16 * facts["kv_bytes_per_token"]
     assert facts["kv_tokens"] == 16 * (facts["num_blocks"] - 1)
     assert facts["max_concurrency"] == pytest.approx(facts["kv_tokens"] / 256, abs=0.01)
+
+
+def test_the_tables_for_flash_attention_are_counted(
+    model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a GPU that is not here nobody knows whether "auto" takes it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    words = (model, "--load-format", "dummy", "--memory", "2GiB", "--max-model-len", "64", "--max-num-seqs", "4")
+    sizes = {name: plan(capsys, *words, "--attention-backend", name) for name in ("auto", "FLASH_ATTN")}
+    more = sizes["FLASH_ATTN"]["buffer_bytes"] - sizes["auto"]["buffer_bytes"]
+    assert more == 4 * (5 * 4 + 6 + 5 + 5)  # tables, first tokens, queries, keys of 4 rows and one of padding
 
 
 def test_the_workspace_of_a_cut_is_counted(model: str, small: list[str], capsys: pytest.CaptureFixture[str]) -> None:

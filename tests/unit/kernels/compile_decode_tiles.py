@@ -1,4 +1,4 @@
-"""Compiles the kernels around the list of tiles for an H200, no GPU needed; prints one JSON line per kernel (see
+"""Compiles the kernels around lists of rows and tiles for an H200, no GPU needed; prints one JSON line per kernel (see
 compile_ops)."""
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from triton.compiler import ASTSource
 
 from ostinato.kernels.decode_tiles import tile_config, tile_unit
 from ostinato.kernels.triton_decode_tiles import attend_tiles_kernel, merged_at_a_time, plan_tiles_kernel
+from ostinato.kernels.triton_flash_rows import PLAN_FLASH_CHUNK, plan_flash_kernel
 from ostinato.kernels.triton_rope_write import rope_write_kernel
 
 MODEL_POINTERS = {"q", "k", "v", "q_weight", "k_weight", "out"}
 CACHES = {"k_cache", "v_cache"}
 FLOAT_POINTERS = {"cos_sin", "partial_acc", "partial_lse", "kv_scales"}
-SCALARS = {"num_rows", "table_width", "block_cells"}
+SCALARS = {"num_rows", "num_tokens", "table_width", "block_cells"}
 BLOCK_SIZE = 16
 ELEMENT_SIZE = 2
 # Head size, query heads per key head, of a ragged step. A few corners: each takes seconds.
@@ -56,6 +57,9 @@ def cases() -> Iterator[tuple[Any, dict[str, Any], dict[str, Any]]]:
         choices = {"BLOCK_SIZE": BLOCK_SIZE, "TILE": tile, "UNIT": tile_unit(tile, BLOCK_SIZE), "RAGGED": ragged,
                    "ROWS": 512, "CHUNK": 32}  # fmt: skip
         yield plan_tiles_kernel, choices, {"num_warps": 4}
+    for singles in (True, False):
+        choices = {"BLOCK_SIZE": BLOCK_SIZE, "SINGLES": singles, "CHUNK": PLAN_FLASH_CHUNK}
+        yield plan_flash_kernel, choices, {"num_warps": 4}
     for num_q, num_kv, head_size, rotated, norm in ROPE:
         for scaled in (False, True):
             rest = triton.next_power_of_2(head_size - rotated) if rotated < head_size else 0

@@ -15,7 +15,12 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 if DEVICE == "cpu" and not triton.knobs.runtime.interpret:
     pytest.skip("triton was imported without its interpreter and there is no GPU", allow_module_level=True)
 
-from ostinato.kernels.triton_attention import attention, prepared_decode, prepared_ragged  # noqa: E402
+from ostinato.kernels.triton_attention import (  # noqa: E402
+    attention,
+    prepared_around,
+    prepared_decode,
+    prepared_ragged,
+)
 from ostinato.kernels.triton_attention_prefill import prefill_call  # noqa: E402
 from ostinato.kernels.triton_decode_tiles import attend_tiles_call  # noqa: E402
 from ostinato.kernels.triton_kv_write import kv_write_call  # noqa: E402
@@ -204,6 +209,11 @@ def test_without_a_launcher_that_is_known_prepared_calls_run_as_they_are() -> No
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
     out.fill_(float("nan"))
     prepared_decode(calls[1], calls[2], device=case.q.device)()
+    torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
+    out.fill_(float("nan"))
+    for cache in (k_cache, v_cache):
+        cache[written // 16, written % 16] = float("nan")
+    prepared_around(calls[0], calls[1].__call__, calls[2], case.q.device)()
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 

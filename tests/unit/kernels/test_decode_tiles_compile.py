@@ -41,7 +41,7 @@ def config_of(report: dict[str, Any]) -> TileConfig:
 
 
 def test_nothing_spills(reports: list[dict[str, Any]]) -> None:
-    names = {"plan_tiles_kernel", "attend_tiles_kernel", "rope_write_kernel"}
+    names = {"plan_tiles_kernel", "plan_flash_kernel", "attend_tiles_kernel", "rope_write_kernel"}
     assert {report["kernel"] for report in reports} == names
     for report in reports:
         assert report["STACK"] == report["LOCAL"] == 0, report

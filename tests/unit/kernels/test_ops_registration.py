@@ -51,6 +51,23 @@ def example(name: str) -> tuple[Any, ...]:
             8,
             *outs,
         )
+    if name == "plan_flash":
+        outs = (filled(-9, 5, 3), filled(-9, 6), filled(-9, 5), filled(-9, 5))
+        return (
+            ints(11, 0, 9, 1),
+            ints(0, 2, 2, 5, 6),
+            filled(1, 3, 3),
+            ints(0, 2, 1, 0),
+            4,
+            7,
+            BLOCK_SIZE,
+            True,
+            *outs,
+        )
+    if name == "flash_attention":
+        caches = (torch.randn(5, BLOCK_SIZE, 2, 8), torch.randn(5, BLOCK_SIZE, 2, 8))
+        rows = (filled(1, 2, 3), ints(0, 2, 3), ints(2, 1), ints(5, 0))
+        return (torch.randn(3, 4, 8), *caches, *rows, 0.5, filled(7, 3, 4, 8).float())
     if name in ("attend_tiles", "rope_write"):
         caches = (torch.randn(5, BLOCK_SIZE, 2, 8), torch.randn(5, BLOCK_SIZE, 2, 8))
         if name == "rope_write":
@@ -106,6 +123,8 @@ NAMES = [
     "invariant_silu_mul",
     "prepare",
     "plan_tiles",
+    "plan_flash",
+    "flash_attention",
     "attend_tiles",
     "rope_write",
     "rms_norm",

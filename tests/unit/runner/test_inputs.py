@@ -36,7 +36,10 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
 
 
 def make_buffers(
-    gather: GatherShape | None = None, tiles: TileShape | None = None, dtype: torch.dtype = torch.float32
+    gather: GatherShape | None = None,
+    tiles: TileShape | None = None,
+    dtype: torch.dtype = torch.float32,
+    flash_width: int = 0,
 ) -> StepBuffers:
     return StepBuffers(
         CONFIG,
@@ -47,6 +50,7 @@ def make_buffers(
         device=torch.device("cpu"),
         gather=gather,
         tiles=tiles,
+        flash_width=flash_width,
     )
 
 
@@ -64,6 +68,23 @@ def test_without_tiles_there_is_no_room_for_them() -> None:
     buffers = make_buffers()
     assert buffers.tile_info.numel() == buffers.tile_cells.numel() == buffers.attention_partials.numel() == 0
     assert buffers.decode_tiles(tile_config(64, 2, 2), 2, 16) is None
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_rows_for_flash_attention(num_rows: int) -> None:
+    """Of a key, and one of padding: at fixed addresses, contiguous."""
+    buffers = make_buffers(flash_width=7)
+    assert buffers.has_flash and not make_buffers().has_flash
+    rows = buffers.flash_rows(num_rows)
+    assert [tuple(part.shape) for part in rows] == [
+        (num_rows + 1, 7),
+        (num_rows + 2,),
+        (num_rows + 1,),
+        (num_rows + 1,),
+    ]
+    assert all(part.is_contiguous() and part.dtype == torch.int32 for part in rows)
+    assert {part.data_ptr() for part in rows} <= {tensor.data_ptr() for _, tensor in buffers.named()}
+    assert buffers.num_bytes() - make_buffers().num_bytes() == 4 * (4 * 7 + 5 + 4 + 4)
 
 
 @pytest.mark.parametrize("cache_element_size", [1, 2])

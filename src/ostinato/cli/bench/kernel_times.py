@@ -102,7 +102,7 @@ def by_kind(steps: Sequence[KernelStep]) -> list[dict[str, Any]]:
 
 def is_attention(name: str) -> bool:
     """Whether a kernel of this name begins the attention of a layer. What merges the splits of one does not."""
-    return "attention" in name or name.startswith(("decode_", "prefill_"))
+    return "attention" in name or "FlashAttnFwdSm90" in name or name.startswith(("decode_", "prefill_"))
 
 
 def attention_starts(

@@ -48,6 +48,7 @@ def engine_facts(stats: EngineStats) -> dict[str, Any]:
     return {
         "mode": stats.resolved_mode,
         "backend": stats.backend,
+        "attention_backend": stats.attention_backend,
         "capture_s": stats.capture_s,
         "num_recordings": stats.num_recordings,
         "recording_bytes": stats.recording_bytes,

@@ -65,10 +65,10 @@ def test_the_workspace_of_a_cut_is_counted(model: str, small: list[str], capsys:
     options = {"load_format": "dummy", "device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": 32}
     with LLM(model, max_model_len=64, cudagraph_cut="kv_gather", **options) as llm:
         assert facts["buffer_bytes"] + facts["gather_bytes"] == llm.engine.runner.buffers.num_bytes()
-    words = [model, "--load-format", "dummy", "--cudagraph-cut", "kv_gather", "--max-num-batched-tokens", "70000"]
-    assert main(["plan", *words, "--memory", "2GiB", "--max-num-seqs", "70000"]) == 2
+    words = [model, "--load-format", "dummy", "--cudagraph-cut", "kv_gather", "--max-num-batched-tokens", "65536"]
+    assert main(["plan", *words, "--memory", "2GiB", "--max-num-seqs", "65536"]) == 2
     err = capsys.readouterr().err
-    assert f"activations, {70000 * 256 * 2 * 2 * 12 * 2 >> 20} MiB of them for cudagraph_cut='kv_gather'" in err
+    assert f"activations, {65536 * 256 * 2 * 2 * 12 * 2 >> 20} MiB of them for cudagraph_cut='kv_gather'" in err
     assert "lower --max-num-seqs, --max-model-len or" in err
 
 
